@@ -88,7 +88,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def add_path_arguments(parser: ArgumentParser) -> None:
-    """Takes no arguments."""
+    """There are none."""
 
 
 def run_path(args: Namespace) -> None:

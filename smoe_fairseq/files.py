@@ -22,12 +22,12 @@ from typing import BinaryIO
 
 from smoe_fairseq.errors import UsageError
 
-_OURS = ".smoe"  # marks the names of our temporary files and folders
-LARGEST = 1 << 28  # bytes of a file that is read into memory at once
+_MARK = ".smoe"  # in the names of our temporary files and folders
+MAX_BYTES = 1 << 28  # of a file that is read into memory at once
 ABANDONED_SECONDS = 24 * 3600  # after which an unchanged temporary file of another host is removed
 
 
-def read_plain(path: Path | str, largest: int = LARGEST) -> bytes:
+def read_plain(path: Path | str, largest: int = MAX_BYTES) -> bytes:
     """The content of a plain file.
 
     Raises:
@@ -37,7 +37,7 @@ def read_plain(path: Path | str, largest: int = LARGEST) -> bytes:
     try:
         if os.stat(path).st_size > largest:
             raise UsageError(f"{path} has more than {largest:,} bytes; expected a smaller file")
-        # The file may have been exchanged since: a pipe without a writer opens at once like this.
+        # If a pipe has replaced the file since the check, O_NONBLOCK opens it without waiting for a writer.
         with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
             return file.read()
     except FileNotFoundError:
@@ -46,8 +46,8 @@ def read_plain(path: Path | str, largest: int = LARGEST) -> bytes:
         raise UsageError(f"{path} cannot be read: {error.strerror}") from None
 
 
-def read_text(path: Path | str, largest: int = LARGEST) -> str:
-    """The content of a plain file in UTF-8; raises UsageError as `read_plain` does, or if it is none."""
+def read_text(path: Path | str, largest: int = MAX_BYTES) -> str:
+    """The content of a plain file in UTF-8; raises UsageError as `read_plain`, or if it is not UTF-8."""
     try:
         return read_plain(path, largest).decode("utf-8")
     except UnicodeDecodeError as error:
@@ -55,23 +55,23 @@ def read_text(path: Path | str, largest: int = LARGEST) -> str:
 
 
 def read_subwords(path: Path | str):
-    """The sentencepiece model of a plain file; raises UsageError as `read_plain` does, or if it is none."""
+    """A sentencepiece model from a plain file; raises UsageError as `read_plain`, or if it is not one."""
     from sentencepiece import SentencePieceProcessor
 
     content = read_plain(path) or b"0"  # sentencepiece accepts an empty model
     try:
         return SentencePieceProcessor(model_proto=content)
-    except Exception:  # of a type of its own, from C++
+    except Exception:  # from C++, of various types
         raise UsageError(f"{path} is not a model of sentencepiece") from None
 
 
 def _is_special(path: str) -> bool:
-    """Whether ``path`` is a device or pipe such as /dev/null, which is written to and never replaced."""
+    """Whether ``path`` is a device or pipe, such as /dev/null, which must not be replaced."""
     return os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path)
 
 
 def check_plain(path: Path | str) -> None:
-    """Raise UsageError for a pipe or a device, whose reading may never end; a missing file passes."""
+    """Raise UsageError for a pipe or a device, since reading it may never end; a missing file passes."""
     if _is_special(os.fspath(path)):
         raise UsageError(f"{path} is a pipe or a device; expected a file")
 
@@ -79,18 +79,16 @@ def check_plain(path: Path | str) -> None:
 def rank_files(path: Path | str, suffix: str = "") -> dict[int, Path]:
     """The existing files of the set ``path`` (experts in a file per rank), by rank.
 
-    suffix: of the names, such as that of files which are not yet in place.
+    Args:
+        suffix: after the names, such as that of pending files.
     """
     path = Path(path)
     pattern = re.compile(
         rf"{re.escape(path.stem)}-rank-(\d+){re.escape(path.suffix)}{re.escape(suffix)}"
     )
-    found = {}
-    if path.parent.is_dir():
-        for file in path.parent.iterdir():
-            if match := pattern.fullmatch(file.name):
-                found[int(match[1])] = file
-    return dict(sorted(found.items()))
+    files = path.parent.iterdir() if path.parent.is_dir() else ()
+    by_rank = {int(m[1]): file for file in files if (m := pattern.fullmatch(file.name))}
+    return dict(sorted(by_rank.items()))
 
 
 @contextmanager
@@ -102,8 +100,8 @@ def whole_files(
 ) -> Iterator[list[str]]:
     """Yield temporary files to write to; at the end they are renamed to ``paths``.
 
-    Each is a new file with a random name in the folder of its path, so no existing link is written
-    through. Temporary files that killed processes left for the same paths are removed.
+    Each temporary file is new and has a random name in the folder of its path, so no existing link is
+    followed. Temporary files that killed processes left for the same paths are removed.
 
     Args:
         called: the name for ``paths`` in an error message, such as ``--output out``; by default the
@@ -112,35 +110,34 @@ def whole_files(
         replace: whether existing files are replaced.
 
     Raises:
-        UsageError: a file cannot be written (a full disk, for example), or exists and is not to be
-            replaced, even if it appeared meanwhile. Files that existed before are unchanged, and the
-            temporary ones are removed.
+        UsageError: a file cannot be written (a full disk, for example), or exists although ``replace`` is
+            false. Files that existed before are unchanged, and the temporary ones are removed.
     """
     paths = [os.fspath(path) for path in paths]
     partials, replacing, published = [], [], []
     try:
-        _remove_left_over(paths, "tmp")
+        _remove_abandoned(paths, "tmp")
         for path in paths:
             if _is_special(path):
                 partials.append(path)
                 continue
             if parents:
                 os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
-            # A signal may end the process as soon as the file exists, so it is noted before.
+            # Recorded before it is created, since a signal may end the process right after that.
             partial = _temporary(path, "tmp")
             partials.append(partial)
             replacing.append((partial, path))
             _create(partial, path)
         yield partials
         for partial, _ in replacing:
-            _bring_to_disk(partial)
+            _sync(partial)
         for partial, path in replacing:
             os.replace(partial, path) if replace else _rename_to_new(partial, path)
             published.append(path)
     except (OSError, RuntimeError) as error:
         for path in published if not replace else ():
             _remove(path)
-        raise _refusal(error, called or paths[0], [*partials, *paths]) from None
+        raise _write_error(error, called or paths[0], [*partials, *paths]) from None
     finally:
         for partial, _ in replacing:
             with suppress(OSError):
@@ -148,7 +145,7 @@ def whole_files(
 
 
 def _rename_to_new(partial: str, path: str) -> None:
-    """Rename a file or folder; raises OSError if there is anything of the new name with content."""
+    """Rename a file or folder; raises OSError if ``path`` exists, unless it is an empty folder."""
     if os.path.isdir(partial):
         os.rename(partial, path)  # replaces nothing but an empty folder
         return
@@ -173,39 +170,39 @@ def _create(partial: str, path: str) -> None:
 
 
 def _temporary(path: str, ending: str) -> str:
-    """A name for what will replace ``path``; ``tmp`` is the ending of fairseq's temporary files too."""
-    return f"{path}{_OURS}.{host()}-{os.getpid()}-{secrets.token_hex(4)}.{ending}"
+    """A random name in the same folder; fairseq's temporary files end in ``tmp``, too."""
+    return f"{path}{_MARK}.{host()}-{os.getpid()}-{secrets.token_hex(4)}.{ending}"
 
 
 @functools.cache
 def host() -> str:
-    """Eight hexadecimal digits for where process numbers are ours: this machine, or this container."""
+    """Eight hexadecimal digits that identify this machine or container, where process ids are unique."""
     name = socket.gethostname()
     with suppress(OSError):
         name += os.readlink("/proc/self/ns/pid")
     return hashlib.sha256(name.encode()).hexdigest()[:8]
 
 
-def _remove_left_over(paths: Iterable[str], ending: str) -> None:
-    """Remove what has a `_temporary` name of one of ``paths``, and whose writer was killed."""
+def _remove_abandoned(paths: Iterable[str], ending: str) -> None:
+    """Remove the `_temporary` files and folders of ``paths`` whose writers were killed."""
     folders = defaultdict(set)
     for path in paths:
         folder, name = os.path.split(os.path.abspath(path))
         folders[folder].add(name)
     pattern = re.compile(
-        rf"(.+){re.escape(_OURS)}\.(?:([0-9a-f]{{8}})-)?(\d+)-[0-9a-f]{{8}}\.{ending}"
+        rf"(.+){re.escape(_MARK)}\.(?:([0-9a-f]{{8}})-)?(\d+)-[0-9a-f]{{8}}\.{ending}"
     )
     for folder, names in folders.items():
-        for file in Path(folder).glob(f"*{_OURS}.*.{ending}"):
-            found = pattern.fullmatch(file.name)
-            if found and found[1] in names:
-                if _lives(int(found[3])) if found[2] == host() else not _is_abandoned(file):
-                    continue
-                _remove(file)
+        for file in Path(folder).glob(f"*{_MARK}.*.{ending}"):
+            match = pattern.fullmatch(file.name)
+            if match and match[1] in names:
+                local = match[2] == host()
+                if not _is_running(int(match[3])) if local else _is_old(file):
+                    _remove(file)
 
 
-def _is_abandoned(file: Path) -> bool:
-    """Whether a file or folder has not changed for long."""
+def _is_old(file: Path) -> bool:
+    """Whether a file or folder has not changed for `ABANDONED_SECONDS`."""
     try:
         changed = max(path.lstat().st_ctime for path in (file, *file.rglob("*")))
     except OSError:
@@ -214,13 +211,13 @@ def _is_abandoned(file: Path) -> bool:
 
 
 def _remove(path: str | Path) -> None:
-    """Remove a file or a folder, if it is there and the system lets us."""
+    """Remove a file or a folder; errors are ignored."""
     with suppress(OSError):
         os.unlink(path)
     shutil.rmtree(path, ignore_errors=True)
 
 
-def _lives(process: int) -> bool:
+def _is_running(process: int) -> bool:
     try:
         os.kill(process, 0)
     except (ProcessLookupError, OverflowError):
@@ -248,10 +245,10 @@ def write_whole(
 
 
 def open_plain(path: Path, append: bool = False) -> BinaryIO:
-    """Open a file for writing, or for appending to it, that is written over several attempts.
+    """Open a plain file for writing or appending; unlike `whole_file` it keeps partial content.
 
     Raises:
-        UsageError: there is a link or something else than a plain file.
+        UsageError: the path is a link, or not a plain file.
         OSError: it cannot be opened.
     """
     opened = _open_plain(path, os.O_WRONLY | (os.O_APPEND if append else 0))
@@ -261,7 +258,7 @@ def open_plain(path: Path, append: bool = False) -> BinaryIO:
 
 
 def _open_plain(path: Path, flags: int) -> int:
-    """The descriptor of a plain file with a single name, which is made if it is missing; raises as above."""
+    """The descriptor of a plain file, which is created if it is missing; raises as `open_plain`."""
     try:
         opened = os.open(path, flags | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
     except OSError:
@@ -276,48 +273,47 @@ def _open_plain(path: Path, flags: int) -> int:
 
 
 def put_in_place(partial: Path, path: Path) -> None:
-    """Rename a finished ``partial`` to ``path``; raises OSError, and then ``partial`` is kept."""
-    _bring_to_disk(partial)
+    """Rename a finished ``partial`` to ``path``; if that raises OSError, ``partial`` is kept."""
+    _sync(partial)
     os.replace(partial, path)
 
 
 @contextmanager
 def whole_folder(folder: Path, replace: bool = False, called: str | None = None) -> Iterator[Path]:
-    """Yield a temporary folder; at the end it is renamed to ``folder``, after an error it is removed.
+    """Yield a temporary folder; at the end it is renamed to ``folder``, or removed after an error.
 
     Args:
         replace: whether an existing folder is replaced once the new one is complete.
         called: as in `whole_files`.
 
     Raises:
-        UsageError: the folder cannot be written, or exists and is not to be replaced, even if it
-            appeared meanwhile.
+        UsageError: the folder cannot be written, or exists although ``replace`` is false.
     """
     called = called or str(folder)
     if not replace:
         refuse_existing(folder, called)
     if folder.is_symlink():  # replace the link's target, not the link
         folder = Path(os.path.realpath(folder))
-    _remove_left_over([str(folder)], "partial")
+    _remove_abandoned([str(folder)], "partial")
     partial = Path(_temporary(str(folder), "partial"))
     try:
         partial.mkdir(parents=True)
         yield partial
         for file in partial.rglob("*"):
             if file.is_file():
-                _bring_to_disk(file)
+                _sync(file)
         if replace:
-            _exchange(partial, folder)
+            _replace_folder(partial, folder)
         else:
             _rename_to_new(str(partial), str(folder))
-        _remove_left_over([str(folder)], "old")
+        _remove_abandoned([str(folder)], "old")
     except (OSError, RuntimeError) as error:
-        raise _refusal(error, called, [str(partial), str(folder)]) from None
+        raise _write_error(error, called, [str(partial), str(folder)]) from None
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def _exchange(partial: Path, folder: Path) -> None:
+def _replace_folder(partial: Path, folder: Path) -> None:
     """Rename ``partial`` to ``folder``. Unlike a file, an existing folder has to be moved away first."""
     old = Path(_temporary(str(folder), "old"))
     if folder.exists():
@@ -332,13 +328,13 @@ def _exchange(partial: Path, folder: Path) -> None:
 
 
 def refuse_existing(path: Path, called: str) -> None:
-    """Raise UsageError if there is such a file or folder, before the work rather than after it."""
+    """Raise UsageError if the output exists, before any work."""
     if path.exists():
         raise UsageError(f"{called} exists already: expected a new name")
 
 
 def reason_of(error: BaseException | None) -> str | None:
-    """The system's reason for a failed write, which torch hides behind a RuntimeError of its own."""
+    """The system's reason for a failed write, also if torch raised a RuntimeError in its place."""
     while error is not None:
         if isinstance(error, OSError) and error.strerror:
             return error.strerror
@@ -346,25 +342,24 @@ def reason_of(error: BaseException | None) -> str | None:
     return None
 
 
-def _bring_to_disk(path: Path | str) -> None:
+def _sync(path: Path | str) -> None:
     with open(path, "rb") as file:
         os.fsync(file.fileno())  # else a crash may leave a renamed file without its content
 
 
-def _refusal(error: Exception, called: str, partials: list[str]) -> Exception:
+def _write_error(error: Exception, called: str, paths: list[str]) -> Exception:
     """A UsageError for the failed write, or ``error`` itself if it is about some other file."""
     reason = reason_of(error)
-    if reason is None or not _speaks_of(error, partials):
+    if reason is None or not _is_about(error, paths):
         return error
-    return UsageError(f"{called} cannot be saved: {reason}; files saved before are as they were")
+    return UsageError(f"{called} cannot be saved: {reason}; files saved before are unchanged")
 
 
-def _speaks_of(error: Exception, partials: list[str]) -> bool:
-    """Whether an error is about one of ``partials`` or their folders. A failed write names no file."""
+def _is_about(error: Exception, paths: list[str]) -> bool:
+    """Whether an error is about one of ``paths`` or their folders. A failed write names no file."""
     names = (getattr(error, name, None) for name in ("filename", "filename2"))
     named = [Path(os.path.abspath(n)) for n in names if isinstance(n, str | os.PathLike)]
-    ours = [Path(os.path.abspath(partial)) for partial in partials]
-    pairs = [(a, b) for a in named for b in ours]
+    pairs = [(a, Path(os.path.abspath(b))) for a in named for b in paths]
     return not named or any(a.is_relative_to(b) or b.is_relative_to(a) for a, b in pairs)
 
 
@@ -377,14 +372,14 @@ def _speaks_of(error: Exception, partials: list[str]) -> bool:
 
 TRAINING, RECIPE, EVALUATION = "training.lock", "recipe.lock", "evaluation.lock"
 PREPARATION = "preparation.lock"
-_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
+_UNSUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 
 
 class InUse(UsageError):
     """Another process holds the lock of the folder."""
 
 
-_held: dict[Path, int] = {}  # this process's, with their descriptors
+_held: dict[Path, int] = {}  # lock files that this process holds, with their descriptors
 
 
 def lock_folder(folder: Path, name: str = TRAINING) -> None:
@@ -404,14 +399,14 @@ def lock_folder(folder: Path, name: str = TRAINING) -> None:
         atexit.register(release_all, os.getpid())
     _held[file] = opened
     since = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
-    with suppress(OSError):  # on a full disk it is locked all the same
+    with suppress(OSError):  # the lock also holds on a full disk
         os.ftruncate(opened, 0)
         holder = f"process {os.getpid()} on {socket.gethostname()}, since {since}\n"
         os.write(opened, holder.encode())
 
 
 def check_free(folder: Path, name: str = TRAINING) -> None:
-    """Raise InUse if another process holds the lock of the folder; does not take it."""
+    """Raise InUse if another process holds the lock of the folder; does not acquire it."""
     file = folder.resolve() / name
     if file not in _held and os.path.lexists(file):
         opened = _lock(file)
@@ -431,9 +426,9 @@ def _lock(file: Path) -> int | None:
         except OSError as error:
             holder = os.pread(opened, 1000, 0).decode("utf-8", "replace").strip()
             os.close(opened)
-            if error.errno in _NO_LOCKS:
+            if error.errno in _UNSUPPORTED:
                 print(
-                    f"warning: {file.parent} is on a file system without locks: see to it that no "
+                    f"warning: {file.parent} is on a file system without locks: make sure that no "
                     "other run saves there",
                     file=sys.stderr,
                     flush=True,
@@ -447,12 +442,12 @@ def _lock(file: Path) -> int | None:
                 "DATA_DIR of the scripts)"
             ) from None
         # A process that ends removes its lock file, perhaps after we opened it.
-        if _is(opened, file):
+        if _is_same(opened, file):
             return opened
         os.close(opened)
 
 
-def _is(opened: int, file: Path) -> bool:
+def _is_same(opened: int, file: Path) -> bool:
     try:
         return os.path.samestat(os.fstat(opened), file.stat())
     except FileNotFoundError:
@@ -460,14 +455,14 @@ def _is(opened: int, file: Path) -> bool:
 
 
 def unlock_folder(folder: Path, name: str = TRAINING) -> None:
-    """Release a lock before this process ends, if it holds it."""
+    """Release a lock before this process ends; does nothing if it does not hold it."""
     file = folder.resolve() / name
     if file in _held:
         _release(file, _held.pop(file))
 
 
 def _release(file: Path, opened: int) -> None:
-    if _is(opened, file):
+    if _is_same(opened, file):
         file.unlink(missing_ok=True)
     os.close(opened)
 
@@ -475,7 +470,7 @@ def _release(file: Path, opened: int) -> None:
 def release_all(owner: int) -> None:
     """Remove the lock files at exit. A killed process leaves its file, which locks nothing."""
     if os.getpid() != owner:
-        return  # a forked process, which holds no lock
+        return  # a forked process holds no lock
     for file, opened in _held.items():
         _release(file, opened)
     _held.clear()

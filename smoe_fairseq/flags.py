@@ -1,4 +1,4 @@
-"""Flags of our own commands: declaring them, the types of their values, and errors of argparse."""
+"""Flags of our commands: their declarations, the types of their values, and argparse's errors."""
 
 import io
 import math
@@ -10,7 +10,7 @@ from smoe_fairseq.errors import UsageError
 
 
 def add_flag(parser, name: str, metavar: str | None, text: str, kind=None, default=None) -> None:
-    """Add a flag with a value to a parser or a group; its help ends with the default, if it has one."""
+    """Add a flag with a value to a parser or a group; its help ends with the default, if there is one."""
     text += f"; default: {default}" if default is not None else ""
     parser.add_argument(name, metavar=metavar, help=text, type=kind, default=default)
 
@@ -25,7 +25,7 @@ def number_fault(value: float, kind: type, least: float, most: float = math.inf)
 
 
 def at_least(kind: type, least: float, most: float = math.inf) -> Callable[[str], float]:
-    """The type of finite numbers from ``least`` on, to ``most``; ``kind`` is int or float."""
+    """The type of a flag for finite numbers from ``least`` to ``most``; ``kind`` is int or float."""
 
     def parse(text: str) -> float:
         try:
@@ -47,18 +47,18 @@ seconds = at_least(float, 0.001)
 
 @contextmanager
 def refusing_flags(start: str = "") -> Iterator[None]:
-    """What argparse prints when it ends the program becomes a UsageError."""
-    said = io.StringIO()
+    """Raise UsageError where argparse would print a message and exit; ``start`` precedes the message."""
+    output = io.StringIO()
     try:
-        with redirect_stderr(said):
+        with redirect_stderr(output):
             yield
-    except SystemExit as ended:
-        line = (said.getvalue().splitlines() or [str(ended)])[-1]
+    except SystemExit as error:
+        line = (output.getvalue().splitlines() or [str(error)])[-1]
         raise UsageError(start + (line.partition("error: ")[2] or line)) from None
 
 
 def filled(text: str) -> str:
-    """The type of texts that are not empty, as an unset variable of a shell is."""
+    """The type of a flag for text that is not empty, as the value of an unset shell variable would be."""
     if not text:
         raise ArgumentTypeError("it is empty")
     return text

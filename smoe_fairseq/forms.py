@@ -1,10 +1,14 @@
-"""Checks the form of data from outside, and reads JSON files of that form.
+"""Checks the form of external data, and reads JSON files of a form.
 
-A form is a type (``float`` is any finite number, ``int`` a whole one, ``bool`` neither); None; a `Number`;
-a compiled pattern, which the whole text has to match; a set of the values that are possible; ``[form]``, a
-list; ``[form, form]``, a list of two; a tuple of forms, any of them; or a dictionary, which means an object:
-by key, the form of its value. Keys that end in "?" may be missing, others may be there too; the key ``str``
-stands for all keys. Of `Settings` all keys may be missing or null, and no others may be there.
+A form is one of:
+
+- a type: ``float`` is any finite number, ``int`` a whole one; a ``bool`` is neither; or None, or a `Number`;
+- a compiled pattern that matches the whole text, or a set of the possible texts;
+- ``[form]``, a list, or ``[form, form]``, a list of two;
+- a tuple of alternative forms;
+- a dictionary from the keys of an object to the forms of their values. Keys that end in "?" are optional,
+  further keys are allowed, and the key ``str`` stands for all keys;
+- `Settings`, an object whose keys are all optional and may be null; further keys are not allowed.
 """
 
 import json
@@ -32,7 +36,7 @@ class Number:
 
 
 class Settings(dict):
-    """The form of an object whose keys are all optional, and the only ones."""
+    """The form of an object whose keys are all optional; further keys are not allowed."""
 
 
 _FLOAT = Number(-math.nextafter(math.inf, 0))
@@ -47,36 +51,36 @@ def read_json(file: Path | str, form: Form = dict, advice: str = "") -> Any:
     """The content of a JSON file.
 
     Args:
-        form: what it has to be.
-        advice: the end of the sentence in an error, what to do about it.
+        form: of the content.
+        advice: ends the error message; what to do.
 
     Raises:
-        UsageError: the file cannot be read, is too large or no JSON, or has another form.
+        UsageError: the file cannot be read, is too large or not JSON, or has another form.
     """
     end = f"; {advice}" if advice else ""
     try:
         content = json.loads(read_text(file))
     except (ValueError, RecursionError):
         raise UsageError(f"{file} is not valid JSON{end}") from None
-    if found := fault(content, form):
-        raise UsageError(f"{file}: {found}{end}")
+    if message := fault(content, form):
+        raise UsageError(f"{file}: {message}{end}")
     return content
 
 
 def check(value: Any, form: Form, where: object) -> None:
-    """Raise UsageError, beginning with ``where``, if a value has not this form."""
-    if found := fault(value, form):
-        raise UsageError(f"{where}: {found}")
+    """Raise UsageError, beginning with ``where``, unless a value has this form."""
+    if message := fault(value, form):
+        raise UsageError(f"{where}: {message}")
 
 
 def fault(value: Any, form: Form, name: str = "") -> str | None:
-    """What about ``value``, called ``name``, is not of this form; None if nothing is."""
+    """A message on how ``value``, called ``name``, differs from the form; None if it has the form."""
     if isinstance(form, tuple):
         if any(fault(value, each) is None for each in form):
             return None
         kind = dict if isinstance(value, Mapping) else list
         alike = [each for each in form if isinstance(value, kind) and isinstance(each, kind)]
-        return fault(value, alike[0], name) if alike else _unlike(value, form, name)
+        return fault(value, alike[0], name) if alike else _mismatch(value, form, name)
     if isinstance(form, Settings) and isinstance(value, Mapping):
         if unknown := [key for key in value if key not in form]:
             expected = " or ".join(form)
@@ -90,20 +94,20 @@ def fault(value: Any, form: Form, name: str = "") -> str | None:
                 return fault(key, str, f"a key of {name}")
             called = f"{name}.{key}".strip(".").removesuffix("?")
             if key.removesuffix("?") in value:
-                if found := fault(value[key.removesuffix("?")], inner, called):
-                    return found
+                if message := fault(value[key.removesuffix("?")], inner, called):
+                    return message
             elif not key.endswith("?"):
                 return f"{called} is missing"
         return None
     if isinstance(form, list) and isinstance(value, list):
         forms = form * len(value) if len(form) == 1 else form
         if len(forms) == len(value):
-            found = (fault(*pair, f"{name}[{i}]") for i, pair in enumerate(zip(value, forms)))
-            return next(filter(None, found), None)
-    return None if _is(value, form) else _unlike(value, form, name)
+            faults = (fault(*pair, f"{name}[{i}]") for i, pair in enumerate(zip(value, forms)))
+            return next(filter(None, faults), None)
+    return None if _matches(value, form) else _mismatch(value, form, name)
 
 
-def _is(value: Any, form: Form) -> bool:
+def _matches(value: Any, form: Form) -> bool:
     if isinstance(form, re.Pattern):
         return isinstance(value, str) and form.fullmatch(value) is not None
     if isinstance(form, set):
@@ -117,17 +121,17 @@ def _is(value: Any, form: Form) -> bool:
     return value is None if form is None else isinstance(form, type) and isinstance(value, form)
 
 
-def _unlike(value: Any, form: Form, name: str) -> str:
-    given = json.dumps(value) if isinstance(value, bool | None) else repr(value)
-    # What a file in YAML or JSON has without quotes may be no text.
+def _mismatch(value: Any, form: Form, name: str) -> str:
+    shown = json.dumps(value) if isinstance(value, bool | None) else repr(value)
+    # Without quotes, YAML and JSON read some text as a number or as true or false.
     quotes = form is str and not isinstance(value, Mapping | list | None)
     end = ", in quotes" * quotes
-    return f"{name or 'the content'} is {given:.60}; expected {_named(form)}{end}"
+    return f"{name or 'the content'} is {shown:.60}; expected {_describe(form)}{end}"
 
 
-def _named(form: Form) -> str:
+def _describe(form: Form) -> str:
     if isinstance(form, tuple):
-        return " or ".join(map(_named, form))
+        return " or ".join(map(_describe, form))
     if isinstance(form, re.Pattern):
         return f"text like {form.pattern}"
     if isinstance(form, Number):
@@ -140,14 +144,14 @@ def _named(form: Form) -> str:
     return _NAMES[dict if isinstance(form, dict) else form]
 
 
-# Files of a run's folder that several parts read.
+# Files in the folder of a run.
 
 SCORES = {
     "checkpoint?": str,
     "generate?": str,
     "scores": {
         str: {
-            "bleu": Number(0, 1000),  # a perfect one is a little above 100
+            "bleu": Number(0, 1000),  # rounding errors can exceed 100
             "signature": str,
             "sentences": Number(0, whole=True),
             "length_ratio?": (None, Number(0, 1e6)),

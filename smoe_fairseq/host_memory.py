@@ -1,4 +1,4 @@
-"""Memory of the host: its size, and faster malloc settings for training on a CPU."""
+"""Memory of the host: its size, and faster malloc settings for CPUs."""
 
 import ctypes
 import os
@@ -7,16 +7,15 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path, PurePosixPath
 
-# Of glibc's malloc.h.
+# From glibc's malloc.h.
 _TRIM_THRESHOLD, _MMAP_MAX = -1, -4
 
 
 def keep_freed_memory() -> bool:
-    """Keep malloc from returning large blocks to the system. Returns whether it could be set.
+    """Keep malloc from returning large blocks to the system; returns whether malloc supports that.
 
     By default glibc maps every block above 32 MiB anew, and the kernel zeroes its pages. With the
-    gradients of many experts this took up to a third of a step. In exchange, the process keeps the most
-    memory that it has ever used.
+    gradients of many experts this took up to a third of a step. In exchange, the process never shrinks.
     """
     try:
         mallopt = ctypes.CDLL(None).mallopt
@@ -48,7 +47,7 @@ def machine_memory(root: Path = Path("/")) -> int | None:
 
 
 def _limit_files(root: Path) -> Iterator[Path]:
-    """The files with the limits of this process's control groups, and of all groups around them."""
+    """The files with the limits of this process's control groups and their ancestors."""
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:

@@ -11,7 +11,12 @@ from test_expert_parallel_checkpoints import call, refusal
 from test_lock import SMALL
 from test_trainer import GLOO, MOE
 
-from smoe_fairseq.checkpoints.io import DICTIONARIES, difference, noted, open_checkpoint
+from smoe_fairseq.checkpoints.io import (
+    DICTIONARIES,
+    dictionary_checksums,
+    dictionary_mismatch,
+    open_checkpoint,
+)
 
 PLUGIN = SMALL[1]
 
@@ -36,11 +41,7 @@ def trained(ranks, data, tmp_path_factory) -> Path:
 
 
 def sentence(checkpoint, file, name="source") -> str:
-    number = noted(Namespace(source_dictionary=Dictionary.load(str(file))))["source"]["symbols"]
-    return (
-        f"{checkpoint} was trained with another {name} dictionary than {file}: as many words ({number}), "
-        "but others or in another order; expected the dictionary of its training and data made with it"
-    )
+    return f"{checkpoint} was trained with another {name} dictionary than {file}: "
 
 
 @pytest.mark.parametrize(
@@ -54,7 +55,7 @@ def test_training(ranks, data, trained, tmp_path, given):
     process = ranks.start(tmp_path, 1, data[1], *words, one=True)
     assert process.wait() == [1]
     last = process.output().strip().splitlines()[-1]
-    assert last == f"error: {sentence(trained, data[1] / 'dict.src.txt')}"
+    assert last.startswith(f"error: {sentence(trained, data[1] / 'dict.src.txt')}")
     assert not list((tmp_path / "new").glob("*.pt"))
     assert ranks.start(tmp_path, 1, data[0], *words, one=True).wait() == [0]
 
@@ -91,8 +92,8 @@ def test_analysing(data, trained, tmp_path):
     words = sentence(trained, data[1] / "dict.src.txt")
     output = tmp_path / "new"
     given = refusal("analyze", data[1], "--path", trained, "--output", output, "--cpu")
-    assert given == f"error: {words}" and not output.exists()
-    assert refusal("cost", "--path", trained, data[1]) == f"error: {words}"
+    assert given.startswith(f"error: {words}") and not output.exists()
+    assert refusal("cost", "--path", trained, data[1]).startswith(f"error: {words}")
     call("cost", "--path", trained, data[0])
 
 
@@ -175,7 +176,7 @@ def test_a_flag_of_the_training_that_generation_lacks_is_named(data, several, fl
     refused(run("fairseq-generate", data[0], *words, *given, check=False), several, flag)
 
 
-# What is noted, of tasks of all kinds
+# Checksums of tasks of all kinds
 
 
 def dictionary(*words) -> Dictionary:
@@ -189,13 +190,17 @@ def test_tasks_of_several_languages_note_each():
     """In training and translation fairseq calls other languages source and target."""
     several = {"en": dictionary("a", "b"), "de": dictionary("b", "a"), "fr": dictionary("a")}
     trained = Namespace(data_manager=Namespace(dicts=several), source_dictionary=several["en"])
-    assert set(noted(trained)) == set(noted(Namespace(dicts=several))) == {"en", "de", "fr"}
-    content = {DICTIONARIES: noted(trained)}
+    assert (
+        set(dictionary_checksums(trained))
+        == set(dictionary_checksums(Namespace(dicts=several)))
+        == {"en", "de", "fr"}
+    )
+    content = {DICTIONARIES: dictionary_checksums(trained)}
     of_one = Namespace(data_manager=Namespace(dicts={"de": several["de"]}))
-    assert difference("model.pt", content, of_one) is None
+    assert dictionary_mismatch("model.pt", content, of_one) is None
     of_one.data_manager.dicts = {"de": several["en"]}
-    found = difference("model.pt", content, of_one)
-    assert "another de dictionary than the de dictionary: as many words (6)" in found
+    found = dictionary_mismatch("model.pt", content, of_one)
+    assert "another de dictionary than the de dictionary: both have 6 words" in found
     assert "--langs in the same order" in found
 
 
@@ -204,13 +209,15 @@ def test_other_sizes_are_left_to_the_model():
     one, other = (
         Namespace(source_dictionary=d) for d in (dictionary("a", "<mask>"), dictionary("a"))
     )
-    assert difference("model.pt", {DICTIONARIES: noted(one)}, other) is None
+    assert dictionary_mismatch("model.pt", {DICTIONARIES: dictionary_checksums(one)}, other) is None
 
 
 def test_it_is_the_order_of_the_words_that_counts():
     one, same, other = dictionary("a", "b"), dictionary("a", "b"), dictionary("b", "a")
     one.add_symbol("a", n=7)  # counts are not compared
-    one, same, other = (noted(Namespace(target_dictionary=d)) for d in (one, same, other))
+    one, same, other = (
+        dictionary_checksums(Namespace(target_dictionary=d)) for d in (one, same, other)
+    )
     assert one == same != other
     assert set(one["target"]) == {"symbols", "sha256"} and len(one["target"]["sha256"]) == 64
 
@@ -229,5 +236,8 @@ class Silent:
     "content", [{}, {DICTIONARIES: None}, {DICTIONARIES: "x"}, {DICTIONARIES: {"source": 1}}]
 )
 def test_without_a_note_nothing_is_compared(content):
-    assert difference("model.pt", content, Namespace(source_dictionary=dictionary("a"))) is None
-    assert noted(Silent()) == {}
+    assert (
+        dictionary_mismatch("model.pt", content, Namespace(source_dictionary=dictionary("a")))
+        is None
+    )
+    assert dictionary_checksums(Silent()) == {}

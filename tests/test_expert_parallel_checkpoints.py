@@ -205,12 +205,14 @@ def test_bad_requests_get_one_sentence(resharded, tmp_path):
     assert "none.pt is missing" in refusal(
         "reshard", tmp_path / "none.pt", "--world-size", 2, "--output", out
     )
-    assert "stands for no set" in refusal("consolidate", tmp_path / "none.pt", "--output", out)
+    assert "none-rank-0.pt is missing" in refusal(
+        "consolidate", tmp_path / "none.pt", "--output", out
+    )
     (tmp_path / "one.pt").touch()
     said = refusal("consolidate", tmp_path / "one.pt", "--output", out)
     assert f"{tmp_path / 'one.pt'} is" in said and "missing" not in said
     (tmp_path / "one.pt").unlink()
-    assert "is the name of the set" in refusal("consolidate", path, "--output", path)
+    assert f"--output: {path} " in refusal("consolidate", path, "--output", path)
     assert not path.exists()
     assert not list(tmp_path.iterdir())
 

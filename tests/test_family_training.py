@@ -223,7 +223,7 @@ def test_an_average_begins_at_a_checkpoint_without_one(ranks, small_corpus, tmp_
     averaged = ["--store-ema", "--ema-decay", 0.75, *more, "--lr", 0.1]
     arguments = flags(small_corpus, tmp_path, "--max-update", 3, *averaged)
     run_ = ranks.train(tmp_path, 1, *arguments, one=True)
-    assert "has no average (--store-ema): it begins at its parameters" in run_.output()
+    assert "has no average (--store-ema): it starts at its parameters" in run_.output()
     state = content(tmp_path)
     w1 = "encoder.layers.1.moe.experts.w1"
     assert not torch.equal(before[w1], state["model"][w1])

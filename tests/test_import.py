@@ -251,5 +251,5 @@ def test_sets_that_are_not_whole(vanilla, tmp_path):
     assert "model-shared.pt is missing" in refusal(*ask)
     assert "none.pt is missing" in refusal("import", tmp_path / "none.pt", *ask[2:])
     (tmp_path / "away").rename(tmp_path / "model-shared.pt")
-    assert "is what is read" in refusal(*ask[:2], "--output", last, "--force")
+    assert f"--output: {last} " in refusal(*ask[:2], "--output", last, "--force")
     call(*ask)

@@ -184,7 +184,7 @@ def test_a_dictionary_of_fewer_words_is_named(recorded, tmp_path):
 )
 def test_a_record_of_experts_that_is_damaged(recorded, tmp_path, key, value):
     path = changed(recorded, tmp_path, "smoe_experts", key, value=value)
-    with pytest.raises(UsageError, match="changed.pt: smoe_experts in it"):
+    with pytest.raises(UsageError, match="changed.pt: its smoe_experts"):
         weights_of(path)
 
 

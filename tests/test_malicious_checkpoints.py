@@ -16,7 +16,7 @@ from fairseq.models import ARCH_CONFIG_REGISTRY
 from fairseq.tasks.translation import TranslationTask
 from test_compat import run_without
 
-from smoe_fairseq.compat.safe_load import LONGEST, evaluate
+from smoe_fairseq.compat.safe_load import MAX_ENTRIES, evaluate
 from smoe_fairseq.errors import UsageError
 
 FAIRSEQ = Path(fairseq.__file__).parent
@@ -86,7 +86,15 @@ def test_literals_are_what_they_were(literal):
     "source",
     [
         *("open('x', 'w')", "[1 for _ in 'ab']", "(lambda: 1)()", "x", "1 if 2 else 3", "f'{1}'"),
-        *("[0] * 10**9", f"[0] * {LONGEST} * 2", "[" * 5000, "", "\0", "[x] * 2", "'a' * 10**9"),
+        *(
+            "[0] * 10**9",
+            f"[0] * {MAX_ENTRIES} * 2",
+            "[" * 5000,
+            "",
+            "\0",
+            "[x] * 2",
+            "'a' * 10**9",
+        ),
     ],
 )
 def test_all_else_is_refused(source):

@@ -127,7 +127,9 @@ def test_a_rank_that_does_not_come_is_named(monkeypatch, caplog, rank):
     monkeypatch.setattr(launch, "REPORT_SECONDS", 0.3)
     monkeypatch.setattr(launch, "TIMEOUT_SECONDS", 1)
     port = free_port()
-    with pytest.raises(UsageError, match=f"^rank {1 - rank} has not come to 127.0.0.1:{port} "):
+    with pytest.raises(
+        UsageError, match=f"^rank {1 - rank} has not connected to 127.0.0.1:{port} "
+    ):
         launch.wait_for_all(meeting(rank, port))
     assert f"waiting for rank {1 - rank} at 127.0.0.1:{port}" in caplog.messages
 
@@ -159,6 +161,6 @@ def test_where_ranks_meet(monkeypatch, method, place):
     monkeypatch.setenv("MASTER_ADDR", "a")
     monkeypatch.setenv("MASTER_PORT", "5")
     given = Namespace(distributed_init_method=method)
-    assert launch._meeting_place(given) == place
+    assert launch._master_address(given) == place
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
-    assert method != "env://" or launch._meeting_place(given) is None
+    assert method != "env://" or launch._master_address(given) is None

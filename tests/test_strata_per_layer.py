@@ -106,5 +106,5 @@ def test_a_record_from_before_says_the_same_of_all_layers():
     assert Record.of({RECORD: state}).placement(name, 4, 1).local == range(1, 2)
     assert Record.of({RECORD: state}).numbers_of_experts == [4, 8]
     state["other_layers"] = 4
-    with pytest.raises(UsageError, match="it is damaged, or of a later version"):
+    with pytest.raises(UsageError, match="is damaged, or of a later version"):
         Record.of({RECORD: state})

@@ -13,9 +13,9 @@ from tqdm import tqdm
 from smoe_fairseq.checkpoints import io, sets
 from smoe_fairseq.errors import UsageError
 
-# Suffix of counts that go on with updates: of --moe-balance bias and of gates that learn by counts.
+# Suffix of step counts of --moe-balance bias and of gates that learn by counts.
 COUNTS = ".steps"
-# Settings that change what the same tensors compute in translation; shapes show the others.
+# Settings that change what the same tensors compute; other settings change the tensors' shapes.
 _SETTINGS = (
     *("encoder_attention_heads", "decoder_attention_heads", "activation_fn"),
     *("encoder_normalize_before", "decoder_normalize_before"),
@@ -24,7 +24,7 @@ _SETTINGS = (
     *("moe_copy_experts", "moe_constant_experts"),
     *("moe_gate_normalization", "moe_eval_capacity_factor", "smoe_norm", "moe_stacked"),
 )
-# How fairseq names what it saves at the end of an epoch, and after a number of updates.
+# fairseq's names of checkpoints at the end of an epoch, and after a number of updates.
 KINDS = {
     "epoch": re.compile(r"checkpoint(\d+)\.pt"),
     "update": re.compile(r"checkpoint_\d+_(\d+)\.pt"),
@@ -32,18 +32,18 @@ KINDS = {
 
 
 def average(paths: Sequence[Path]) -> dict:
-    """The content of a checkpoint of the mean weights; all else in it is the last one's.
+    """The content of a checkpoint with the mean weights; everything else is from the last checkpoint.
 
-    Means of numbers of less than 32 bits are float32. Whole numbers have to be equal in all, except
-    for `COUNTS`, which are the last one's. One checkpoint is read at a time.
+    Means are in float32 at least. Integers have to be equal in all checkpoints, except for `COUNTS`,
+    which are those of the last one. One checkpoint is read at a time.
 
     Raises:
-        UsageError: they are of different architectures or dictionaries, one has diverged, or a file is
-            damaged; the sentence names it.
+        UsageError: architectures or dictionaries differ, or a checkpoint has diverged or is damaged; the
+            message names it.
     """
     sums, owners, first = {}, {}, None
     for path in tqdm(paths, "average", unit=" checkpoints"):
-        state = None  # frees the previous one before the next is read
+        state = None  # free the previous one before reading the next
         state = sets.weights_of(path)
         if first is None:
             first = _outline(state)
@@ -61,18 +61,18 @@ def average(paths: Sequence[Path]) -> dict:
 
 
 def _add(sums: dict, owners: dict, path: Path, model: Mapping) -> None:
-    """Add a model to ``sums``; ``owners`` says under whose name each tensor is summed.
+    """Add a model to ``sums``; ``owners`` maps each tensor's name to the name under which it is summed.
 
-    Tied tensors, such as embeddings, are summed once, and stay tied if they are so in all files.
+    Tied tensors, such as embeddings, are summed once, and stay tied if they are tied in all files.
     """
     if not owners:
-        places = {}
+        keys = {}
         owners.update(
-            {name: places.setdefault(sets.place_of(t), name) for name, t in model.items()}
+            {name: keys.setdefault(sets.memory_key(t), name) for name, t in model.items()}
         )
     for name, owner in owners.items():
-        if owner != name and sets.place_of(model[name]) != sets.place_of(model[owner]):
-            sums[name] = sums[owner].clone()  # tied in the files before this one alone
+        if owner != name and sets.memory_key(model[name]) != sets.memory_key(model[owner]):
+            sums[name] = sums[owner].clone()  # tied in the earlier files, but not in this one
             owners[name] = name
     for name, tensor in model.items():
         if owners[name] != name:
@@ -95,7 +95,7 @@ def _mean(name: str, total: Tensor, count: int, like: Tensor) -> Tensor:
 
 
 def _outline(state: Mapping) -> dict:
-    """What checkpoints have to have in common: (what, value), and their dictionaries."""
+    """What all checkpoints have to share: tensors' shapes and types, settings and dictionaries."""
     options = io.values_of((state.get("cfg") or {}).get("model") or state.get("args"))
     return {
         "tensors": {n: f"{tuple(t.shape)} {t.dtype}" for n, t in state["model"].items()},
@@ -107,17 +107,18 @@ def _outline(state: Mapping) -> dict:
 
 
 def _check_alike(first_path: Path, first: dict, path: Path, other: dict) -> None:
-    """Raise UsageError where two outlines differ; a setting that one does not say is not compared."""
+    """Raise UsageError where two outlines differ; settings that one of them lacks are not compared."""
     settings = first["settings"].keys() & other["settings"].keys()
     compared = [(name, "tensors") for name in {**first["tensors"], **other["tensors"]}]
     for name, kind in [*compared, *((name, "settings") for name in sorted(settings))]:
-        there, here = first[kind].get(name), other[kind].get(name)
-        if there != here:
+        expected, actual = first[kind].get(name), other[kind].get(name)
+        if actual != expected:
             raise UsageError(
-                f"{path} is unlike {first_path}: {name} is {here or 'missing'}, not {there or 'missing'}"
+                f"{path} differs from {first_path}: {name} is {actual or 'missing'}, not "
+                f"{expected or 'missing'}"
             )
-    words = [outline["dictionaries"] for outline in (first, other)]
-    if None not in words and words[0] != words[1]:
+    dictionaries = [outline["dictionaries"] for outline in (first, other)]
+    if None not in dictionaries and dictionaries[0] != dictionaries[1]:
         raise UsageError(f"{path} was trained with another dictionary than {first_path}")
 
 
@@ -136,7 +137,7 @@ def add_average_arguments(parser: ArgumentParser) -> None:
 
 
 def run_average(args: Namespace) -> None:
-    paths = chosen(args.paths, args.last, args.by)
+    paths = select(args.paths, args.last, args.by)
     sets.check_output(
         [file for path in paths for file in io.files_read(path)], [args.output], args.force
     )
@@ -144,14 +145,14 @@ def run_average(args: Namespace) -> None:
     sets.write_converted(state, args.output, args.force)
     print(f"{args.output}: mean of {len(paths)} checkpoints, {paths[0]} to {paths[-1].name}")
     if any(name.endswith(COUNTS) for name in state["model"]):
-        print(f"the experts' counts (*{COUNTS}), which are whole numbers, are those of {paths[-1]}")
+        print(f"the step counts (*{COUNTS}) are those of {paths[-1]}")
 
 
-def chosen(paths: Sequence[Path], last: int | None, by: str | None) -> list[Path]:
+def select(paths: Sequence[Path], last: int | None, by: str | None) -> list[Path]:
     """The checkpoints to average, the newest last; a set by its name without ``-rank-N``.
 
     Raises:
-        UsageError: there are too few, or it is not clear which are meant.
+        UsageError: there are too few, or the choice is ambiguous.
     """
     folders = [path for path in paths if path.is_dir()]
     if last is None:
@@ -159,7 +160,7 @@ def chosen(paths: Sequence[Path], last: int | None, by: str | None) -> list[Path
             raise UsageError(f"--by {by}: expected --last with it, and a run's folder")
         if folders:
             raise UsageError(f"{folders[0]} is a folder: add --last N, or name its files")
-        return _named(paths)
+        return _unique(paths)
     if last < 2:
         raise UsageError(f"--last {last}: expected 2 or more")
     if len(paths) > 1 or not folders:
@@ -167,41 +168,43 @@ def chosen(paths: Sequence[Path], last: int | None, by: str | None) -> list[Path
     return _newest(folders[0], last, by)
 
 
-def _named(paths: Sequence[Path]) -> list[Path]:
-    """Each checkpoint once, also where a shell's ``*`` names all files of a set, or copies of a file."""
-    found = []
+def _unique(paths: Sequence[Path]) -> list[Path]:
+    """Each checkpoint once, even if a shell's ``*`` expands to all files of a set or copies of a file."""
+    unique = []
     for path in paths:
         is_rank = io.rank_of(path) is not None
         name = io.set_name(path) if is_rank else path
-        if name in found and not is_rank:
+        if name in unique and not is_rank:
             raise UsageError(f"{path} is named twice: it would count twice")
         # fairseq copies a file to its other names: checkpoint_best.pt, checkpoint_last.pt.
-        files = [each for each in found if each.is_file()] if path.is_file() and not is_rank else []
-        if same := next((each for each in files if cmp(each, path, False)), None):
+        files = (
+            [file for file in unique if file.is_file()] if path.is_file() and not is_rank else []
+        )
+        if same := next((file for file in files if cmp(file, path, False)), None):
             print(f"{path} is a copy of {same}, and counts once")
-        elif name not in found:
-            found.append(name)
-    if len(found) < 2:
-        raise UsageError(f"{found[0]} is one checkpoint: expected more, or a folder with --last N")
-    return found
+        elif name not in unique:
+            unique.append(name)
+    if len(unique) < 2:
+        raise UsageError(f"{unique[0]} is one checkpoint: expected more, or a folder with --last N")
+    return unique
 
 
 def _newest(folder: Path, last: int, by: str | None) -> list[Path]:
     names = {
         io.set_name(file).name for file in folder.iterdir() if file.suffix in (".pt", io.PENDING)
     }
-    found = {
+    files = {
         kind: {int(m[1]): folder / name for name in names if (m := pattern.fullmatch(name))}
         for kind, pattern in KINDS.items()
     }
     if by is None:
-        there = [kind for kind in KINDS if found[kind]]
-        if len(there) > 1:
+        kinds = [kind for kind in KINDS if files[kind]]
+        if len(kinds) > 1:
             raise UsageError(f"{folder} has both kinds: add --by update or --by epoch")
-        by = there[0] if there else "update"
-    if len(found[by]) < last:
+        by = kinds[0] if kinds else "update"
+    if len(files[by]) < last:
         raise UsageError(
-            f"--last {last}: {folder} has {len(found[by])} by {by}; see --save-interval-updates and "
+            f"--last {last}: {folder} has {len(files[by])} by {by}; see --save-interval-updates and "
             "--no-epoch-checkpoints of fairseq-train"
         )
-    return [found[by][number] for number in sorted(found[by])[-last:]]
+    return [files[by][number] for number in sorted(files[by])[-last:]]

@@ -49,7 +49,7 @@ def as_stock(path: Path) -> dict:
 
 
 def _plain_config(state: Mapping, model: Namespace) -> dict:
-    """All parts of the config; nothing in them asks for the plugin."""
+    """All parts of the config, without references to the plugin."""
     cfg = {name: _without_plugin(part) for name, part in state["cfg"].items()}
     # fairseq keeps the whole command line as the model; CTranslate2 reads the task's options there.
     task = dict(values_of(cfg.get("task")))
@@ -65,29 +65,26 @@ def _without_plugin(part):
     values = vars(part) if isinstance(part, Namespace) else part
     if not isinstance(values, Mapping):
         return part
-    named = {"user_dir": None, "arch": STOCK, "criterion": _CRITERION}
+    replaced = {"user_dir": None, "arch": STOCK, "criterion": _CRITERION}
     values = {
-        name: named.get(name, value)
+        name: replaced.get(name, value)
         for name, value in values.items()
         if not name.startswith(("moe_", "smoe_", "cmr_", "encoder_moe", "decoder_moe"))
     }
     return Namespace(**values) if isinstance(part, Namespace) else values
 
 
-# A folder of CTranslate2, whose own converter reads a checkpoint of fairseq's transformer.
-
-
 def write_ctranslate2(path: Path, output: Path, force: bool, data: Path | None) -> None:
-    """Writes the folder ``output`` whole: a dense model in float32, and its vocabularies.
+    """Write the folder ``output``, by CTranslate2's converter: a dense model in float32, and vocabularies.
 
     Args:
-        path: a checkpoint, as of `as_stock`.
+        path: see `as_stock`.
         force: whether an existing folder is replaced.
         data: folder of the dictionaries; by default that of the checkpoint, or of the training data.
 
     Raises:
-        UsageError: as of `as_stock`, the dictionaries are missing, the package ctranslate2 refuses the
-            model, or the system refuses the folder.
+        UsageError: as `as_stock`; or the dictionaries are missing, ctranslate2 cannot convert the model,
+            or the folder cannot be written.
     """
     state = as_stock(path)
     options = state["cfg"]["model"]
@@ -107,13 +104,13 @@ def write_ctranslate2(path: Path, output: Path, force: bool, data: Path | None) 
             stock.unlink(missing_ok=True)
 
 
-_PACKAGES = {  # what a kind of export needs, and how it is installed
+_PACKAGES = {  # for each format: the package that it needs, and pip's arguments
     "ctranslate2": ("ctranslate2", "ctranslate2"),
     "huggingface": ("transformers", "'transformers>=5,<6' safetensors"),
     "safetensors": ("safetensors", "safetensors"),
 }
 _VOCABULARIES = {f"{kind}_vocabulary" for kind in ("shared", "source", "target")}
-_FOLDERS = {  # kinds that are folders, what tells one, and the files of one
+_FOLDERS = {  # formats that are folders: how to recognise one, and its files
     "ctranslate2": (
         lambda folder: (folder / "model.bin").is_file(),
         {"config.json", "model.bin"} | {f"{v}.{e}" for v in _VOCABULARIES for e in ("json", "txt")},
@@ -161,7 +158,7 @@ def run_export(args: Namespace) -> None:
         is_one, files = _FOLDERS[args.to]
         if output.exists() and not (args.force and is_one(output)):
             advice = "--force replaces such an export only" if args.force else "--force replaces it"
-            raise UsageError(f"--output: {output} is there already; {advice}")
+            raise UsageError(f"--output: {output} exists already; {advice}")
         if others := {file.name for file in output.glob("*")} - files:
             raise UsageError(f"--output: {output} has {min(others)}, which --force would remove")
     else:

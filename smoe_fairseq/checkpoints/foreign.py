@@ -13,7 +13,7 @@ from smoe_fairseq.checkpoints.model import (
     SIDES,
     check_fit,
     check_pre_norm,
-    of_experts,
+    is_moe_option,
     saved_options,
     target_model,
     with_model_options,
@@ -32,70 +32,68 @@ _PARTS = {"fc1.weight": "w1", "fc1.bias": "b1", "fc2.weight": "w2", "fc2.bias": 
 
 def gate_sizes(weights: Mapping[str, Tensor]) -> dict[str, list[int]]:
     """How many experts each gate sees, by its layer (``encoder.layers.1``)."""
-    found = {}
+    layers = {}
     for name, tensor in weights.items():
         if match := _GATE.fullmatch(name):
-            found.setdefault(match[1], {})[int(match[2] or 0)] = len(tensor)
-    return {layer: [sizes[i] for i in sorted(sizes)] for layer, sizes in found.items()}
+            layers.setdefault(match[1], {})[int(match[2] or 0)] = len(tensor)
+    return {layer: [sizes[i] for i in sorted(sizes)] for layer, sizes in layers.items()}
 
 
-def renamed(path: Path, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The same under our names, the experts of each layer together.
+def with_our_names(path: Path, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The weights under our names, with the experts of each layer stacked.
 
     Raises:
         UsageError: a layer lacks experts that its gate sees.
     """
     layers = gate_sizes(weights)
-    made, experts = {}, {}
+    result, experts = {}, {}
     for name, tensor in weights.items():
         if match := EXPERT.fullmatch(name):
-            own = f"{match[1]}.moe.experts.{_PARTS[match[3]]}"
-            experts.setdefault(own, {})[int(match[2])] = tensor
+            our_name = f"{match[1]}.moe.experts.{_PARTS[match[3]]}"
+            experts.setdefault(our_name, {})[int(match[2])] = tensor
         elif match := _GATE.fullmatch(name):
-            made[f"{match[1]}.moe.gates.{match[2] or 0}.weight"] = tensor
+            result[f"{match[1]}.moe.gates.{match[2] or 0}.weight"] = tensor
         elif (match := _FIRST_NORM.fullmatch(name)) and match[1] in layers:
-            made[f"{match[1]}.moe.layer_norms.0.{match[2]}"] = tensor
+            result[f"{match[1]}.moe.layer_norms.0.{match[2]}"] = tensor
         elif match := _LATER_NORM.fullmatch(name):
-            made[f"{match[1]}.moe.layer_norms.{int(match[2]) + 1}.{match[3]}"] = tensor
+            result[f"{match[1]}.moe.layer_norms.{int(match[2]) + 1}.{match[3]}"] = tensor
         else:
-            made[name] = tensor
-    for name, each in experts.items():
+            result[name] = tensor
+    for name, tensors in experts.items():
         layer = name.partition(".moe.")[0]
         expected = layers.get(layer, [0])[0]
-        if sorted(each) != list(range(expected)):
+        if sorted(tensors) != list(range(expected)):
             raise UsageError(
-                f"{path}: {layer} has {expected} experts, and the files {len(each)}; expected all of the set"
+                f"{path}: {layer} has {expected} experts, and the files {len(tensors)}; expected all of the "
+                "set"
             )
-        if len({tensor.shape for tensor in each.values()}) > 1:
+        if len({tensor.shape for tensor in tensors.values()}) > 1:
             raise UsageError(f"{path}: the experts of {layer} are of several sizes; expected one")
-        made[name] = torch.stack([each[e] for e in range(expected)])
-    return made
+        result[name] = torch.stack([tensors[e] for e in range(expected)])
+    return result
 
 
-# Options of another code's MoE model as ours, so that both compute the same.
+# Options of another codebase's MoE model as ours, so that both compute the same.
 
 _SAME_NAME = ("moe_eom", "moe_fom", "moe_second_expert_policy")
-# With another forward pass, which ours has not got.
-_WITHOUT_PLACE = ("moe_cmr", "alternate_ffn_embed_dim", "alternate_decoder_ffn_embed_dim")
+# These change the forward pass in ways that our model does not support.
+_UNSUPPORTED = ("moe_cmr", "alternate_ffn_embed_dim", "alternate_decoder_ffn_embed_dim")
 
 
 def foreign_options(path: Path, state: Mapping, weights: Mapping[str, Tensor]) -> dict:
-    """Options of `SMoETransformerConfig`.
-
-    What the other code does to an expert that too many want is not taken over in evaluation, where nothing
-    is dropped here.
+    """Options of `SMoETransformerConfig`, without capacity limits in evaluation.
 
     Raises:
-        UsageError: the model has options that ours has not got, or MoE layers at no even distance.
+        UsageError: the model has unsupported options, or its MoE layers are not every N-th layer.
     """
     values = saved_options(path, state)
-    for name in _WITHOUT_PLACE:
+    for name in _UNSUPPORTED:
         if values.get(name):
             raise UsageError(
                 f"{path} was trained with {flag(name)} {values[name]}; expected a model without it"
             )
     known = SMoETransformerConfig.select(values)
-    options = {name: value for name, value in known.items() if not of_experts(name)}
+    options = {name: value for name, value in known.items() if not is_moe_option(name)}
     options |= {name: values[name] for name in _SAME_NAME if values.get(name) is not None}
     top_1, before = (
         values.get(name) for name in ("moe_top1_expert", "moe_normalize_gate_prob_before_dropping")
@@ -105,9 +103,7 @@ def foreign_options(path: Path, state: Mapping, weights: Mapping[str, Tensor]) -
         "moe_gate_normalization": "before-drop" if before else "after-drop",
         "moe_drop_order": "score" if values.get("moe_batch_prioritized_routing") else "sentence",
     }
-    if any(
-        map(_LATER_NORM.fullmatch, weights)
-    ):  # of the paper's code, which normalises after each stratum
+    if any(map(_LATER_NORM.fullmatch, weights)):  # the paper's code normalises after each stratum
         options[NORM_OPTION] = "released"
     layers = gate_sizes(weights)
     if not layers:
@@ -115,18 +111,18 @@ def foreign_options(path: Path, state: Mapping, weights: Mapping[str, Tensor]) -
             f"{path} has no moe_layer.gate: expected one of fairseq's MoE branch or the SMoE paper's code"
         )
     for side in SIDES:
-        options |= _places(path, side, layers)
+        options |= _strata_options(path, side, layers)
     return options
 
 
-def _places(path: Path, side: str, layers: Mapping[str, list[int]]) -> dict:
-    """Which layers of a side have experts, and how many in which stratum."""
-    found = {}
+def _strata_options(path: Path, side: str, layers: Mapping[str, list[int]]) -> dict:
+    """The options for which layers of a side have experts, and how many in which stratum."""
+    by_layer = {}
     for layer, visible in layers.items():
         if match := re.fullmatch(rf"{side}\.layers\.(\d+)", layer):
-            sizes = [here - later for here, later in zip(visible, [*visible[1:], 0], strict=True)]
-            found[int(match[1])] = str(Strata(tuple(sizes)))
-    numbers = sorted(found)
+            sizes = [seen - later for seen, later in zip(visible, [*visible[1:], 0], strict=True)]
+            by_layer[int(match[1])] = str(Strata(tuple(sizes)))
+    numbers = sorted(by_layer)
     freq = numbers[0] + 1 if numbers else 0
     if numbers != [freq * (i + 1) - 1 for i in range(len(numbers))]:
         raise UsageError(
@@ -134,22 +130,19 @@ def _places(path: Path, side: str, layers: Mapping[str, list[int]]) -> dict:
         )
     if not numbers:
         return {f"{side}_moe_freq": 0}
-    strata = [found[number] for number in numbers]
+    strata = [by_layer[number] for number in numbers]
     shown = strata[0] if len(set(strata)) == 1 else ",".join(strata)
     return {f"{side}_moe_freq": freq, f"{side}_smoe_strata": shown}
 
 
-# Files of fairseq's branch for mixtures of experts: what is shared in one, experts in one per
-# process.
-#
-# ``checkpoint_last-shared.pt`` has the weights that all processes have, ``checkpoint_last-
-# rank-N.pt`` the experts of process N, which each file counts from 0.
+# Files of fairseq's MoE branch: ``checkpoint_last-shared.pt`` has the weights that all ranks share,
+# ``checkpoint_last-rank-N.pt`` the experts of rank N, numbered from 0 in each file.
 
 _SHARED = "-shared"
 
 
 def files_of(path: Path) -> list[Path]:
-    """The shared file and those of the ranks, in order; a single file where it is no set.
+    """The shared file and those of the ranks, in order; or the single file if it is not a set.
 
     Args:
         path: any file of the set, or its name without ``-shared`` and ``-rank-N``.
@@ -171,44 +164,43 @@ def files_of(path: Path) -> list[Path]:
 
 
 def read_set(path: Path) -> dict:
-    """The content of the shared file, with all experts in its model, numbered over all files.
+    """The content of the shared file, with the experts of all files in its model, numbered consecutively.
 
     Raises:
-        UsageError: a file is missing or damaged, or holds something else.
+        UsageError: a file is missing or damaged, or contains other tensors.
     """
     shared, *ranks = files_of(path)
     state = {**open_checkpoint(shared)}
     check_tensors(shared, state["model"])
     weights = dict(state["model"])
     for file in ranks:
-        own = open_checkpoint(file)["model"]
-        check_tensors(file, own)
-        weights |= _numbered(file, own, weights)
+        model = open_checkpoint(file)["model"]
+        check_tensors(file, model)
+        weights |= _renumbered(file, model, weights)
     state["model"] = weights
     return state
 
 
-def _numbered(file: Path, own: dict[str, Tensor], shared: dict) -> dict[str, Tensor]:
-    """The experts of a file by their numbers in the whole; of what is shared it may have a copy."""
-    found = {}
-    for name, tensor in own.items():
+def _renumbered(file: Path, model: dict[str, Tensor], shared: dict) -> dict[str, Tensor]:
+    """The experts of a file with their numbers in the set; copies of shared weights are left out."""
+    experts = []
+    for name, tensor in model.items():
         if match := EXPERT.fullmatch(name):
-            found[name] = int(match[2]), match[1], match[3], tensor
+            experts.append((int(match[2]), match[1], match[3], tensor))
         elif name not in shared:
             raise UsageError(f"{file} has {name}, which is no expert's and not in the shared file")
-    local = 1 + max((number for number, *_ in found.values()), default=-1)
+    local = 1 + max((number for number, *_ in experts), default=-1)
     first = rank_of(file) * local
     return {
         f"{layer}.moe_layer.experts.{first + number}.{part}": tensor
-        for number, layer, part, tensor in found.values()
+        for number, layer, part, tensor in experts
     }
 
 
-# MoE checkpoints of other codes as ours: of fairseq's MoE branch (NLLB-200) and of the SMoE
-# paper's.
+# MoE checkpoints of fairseq's MoE branch (NLLB-200) and of the SMoE paper's code as ours.
 
 _CRITERION = "smoe_label_smoothed_cross_entropy"
-# What fairseq reads in any checkpoint, and files for others to use may have left out.
+# fairseq reads these in any checkpoint; published files may lack them.
 EXPECTED = {
     "optimizer_history": [{"num_updates": 0, "lr_scheduler_state": {}}],
     "extra_state": {"train_iterator": {"epoch": 1}},
@@ -222,13 +214,13 @@ def import_moe(path: Path) -> dict:
         path: a single file, or any file of a set, see `files_of`.
 
     Raises:
-        UsageError: a file is missing or damaged, or the model is none of ours.
+        UsageError: a file is missing or damaged, or the model is not supported.
     """
     state = read_set(path)
     options = foreign_options(path, state, state["model"])
-    weights = renamed(path, state["model"])
+    weights = with_our_names(path, state["model"])
     check_pre_norm(path, SMoETransformerConfig(**options))
-    state["model"] = fitted(path, options, weights)
+    state["model"] = complete(path, options, weights)
     state.pop(OPTIMIZER, None)
     for part, value in EXPECTED.items():
         state[part] = state.get(part) or value
@@ -239,8 +231,8 @@ def import_moe(path: Path) -> dict:
     return state
 
 
-def fitted(path: Path, options: dict, weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The weights under exactly the names that a model of these options has."""
+def complete(path: Path, options: dict, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The state dict of a model of these options, from its weights; checks names and shapes."""
     model = target_model(path, options, weights)
     weights = {f"{side}.version": torch.full((1,), 3.0) for side in SIDES} | weights
     weights.setdefault("decoder.output_projection.weight", weights["decoder.embed_tokens.weight"])

@@ -10,10 +10,10 @@ from fairseq import tasks
 from omegaconf import OmegaConf
 from torch import Tensor
 
-from smoe_fairseq.checkpoints.io import difference, values_of
+from smoe_fairseq.checkpoints.io import dictionary_mismatch, values_of
 from smoe_fairseq.checkpoints.model import check_fit, known_options, plain_config
 from smoe_fairseq.checkpoints.sets import weights_of
-from smoe_fairseq.checkpoints.tensors import blocks, halved, save_tensors, unique_tensors
+from smoe_fairseq.checkpoints.tensors import blocks, save_tensors, to_half, unique_tensors
 from smoe_fairseq.compat.patches_training import STOCK_LAYER_COPIES
 from smoe_fairseq.errors import UsageError
 from smoe_fairseq.files import read_plain, whole_folder
@@ -22,11 +22,11 @@ from smoe_fairseq.models import hub
 from smoe_fairseq.models.options import SMoETransformerConfig
 
 WEIGHTS = "model.safetensors"
-FILES = {  # that an export has
+FILES = {  # of an export
     *(WEIGHTS, "README.md", "config.json", "generation_config.json", "spm.model", "vocab.json"),
     *("target_vocab.json", "tokenizer_config.json", "special_tokens_map.json"),
 }
-SEARCH = {  # as `smoe translate` searches
+SEARCH = {  # the defaults of `smoe translate`
     "num_beams": 5,
     "early_stopping": True,
     "length_penalty": 1.0,
@@ -36,17 +36,17 @@ SEARCH = {  # as `smoe translate` searches
 
 
 def write_huggingface(run: Path, output: Path, force: bool, half: bool, data: Path | None) -> None:
-    """Writes the folder ``output`` whole: weights, settings, tokenizer, and a model card.
+    """Write the folder ``output``: weights, settings, tokenizer, and a model card.
 
     Args:
         run: a run's folder, a checkpoint, or the name of a set of ``--expert-parallel``.
         force: whether an existing folder is replaced.
         data: folder of the dictionaries; by default that of the checkpoint, or of the training data.
-        half: see `halved`; a model that is loaded computes in float32 unless it is told otherwise.
+        half: see `to_half`; a loaded model computes in float32 by default.
 
     Raises:
-        UsageError: a file is missing or damaged, the model or its text has something that the folder has no
-            place for, the system refuses the folder, or see `halved`.
+        UsageError: a file is missing or damaged, the model or its text is not supported, the folder cannot
+            be written, or see `to_half`.
     """
     from transformers import GenerationConfig
 
@@ -56,12 +56,12 @@ def write_huggingface(run: Path, output: Path, force: bool, half: bool, data: Pa
     config = _config_of(path, state, task)
     tensors = _weights_of(path, config, state["model"])
     if half:
-        tensors = halved(path, tensors)
+        tensors = to_half(path, tensors)
         config.dtype = "float32"
     search = SEARCH | {"suppress_tokens": [config.pad_token_id]}
     search |= {f"{n}_token_id": getattr(config, f"{n}_token_id") for n in ("bos", "eos", "pad")}
     search["decoder_start_token_id"] = config.decoder_start_token_id
-    search["forced_eos_token_id"] = config.eos_token_id  # at the greatest length
+    search["forced_eos_token_id"] = config.eos_token_id  # at the maximum length
     search["max_new_tokens"] = min(search["max_new_tokens"], config.max_target_positions - 1)
     with whole_folder(output, force, f"--output {output}") as partial:
         save_tensors(tensors, str(partial / WEIGHTS))
@@ -76,14 +76,14 @@ def write_huggingface(run: Path, output: Path, force: bool, half: bool, data: Pa
 
 
 def is_export(folder: Path) -> bool:
-    """Whether a folder is one that `write_huggingface` has written."""
+    """Whether `write_huggingface` has written a folder."""
     try:
         return read_json(folder / "config.json")["model_type"] == "smoe_transformer"
     except (UsageError, KeyError):
         return False
 
 
-def task_of(path: Path, state: Mapping, given: Path | None):
+def task_of(path: Path, state: Mapping, data: Path | None):
     """The task that the checkpoint was trained for, with its dictionaries."""
     cfg = values_of(state.get("cfg"))
     saved = cfg.get("task")
@@ -98,8 +98,8 @@ def task_of(path: Path, state: Mapping, given: Path | None):
         if kind not in (None, "sentencepiece"):
             raise UsageError(f"{path}: --{option} {kind} is not supported; expected sentencepiece")
     if values.get("lang_tok_replacing_bos_eos"):
-        raise UsageError(f"{path}: --lang-tok-replacing-bos-eos has no place there")
-    data = hub.data_of(path, str(values.get("data") or ""), given)
+        raise UsageError(f"{path}: --lang-tok-replacing-bos-eos is not supported")
+    data = hub.data_of(path, str(values.get("data") or ""), data)
     values = {**values, "_name": name, "data": data}
     if isinstance(saved, Namespace):
         options = Namespace(**{"task": name, **values})
@@ -107,13 +107,13 @@ def task_of(path: Path, state: Mapping, given: Path | None):
         options = OmegaConf.create(values)
     with hub.knowing_direction(data, f"the data that {path} was trained with"):
         task = tasks.setup_task(options)
-    rows, words = state["model"].get("encoder.embed_tokens.weight", ()), task.source_dictionary
-    if sentence := difference(path, state, task):
-        raise UsageError(sentence)
-    if len(rows) not in (0, len(words)):
+    if message := dictionary_mismatch(path, state, task):
+        raise UsageError(message)
+    rows = len(state["model"].get("encoder.embed_tokens.weight", ()))
+    if rows not in (0, len(task.source_dictionary)):
         raise UsageError(
-            f"{path} was trained with dictionaries of {len(rows)} tokens, and those in {data} have "
-            f"{len(words)}: expected the folder of its training (--data)"
+            f"{path} was trained with dictionaries of {rows} tokens, and those in {data} have "
+            f"{len(task.source_dictionary)}: expected the folder of its training (--data)"
         )
     return task
 
@@ -153,7 +153,7 @@ def _config_of(path: Path, state: Mapping, task):
 
 
 def _weights_of(path: Path, config, model: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors of the file, each once, under exactly the names that the model has."""
+    """The tensors of the file, each once; raises UsageError unless they fit the model."""
     from smoe_fairseq.huggingface import SMoEForConditionalGeneration
 
     with torch.device("meta"):
@@ -167,7 +167,7 @@ def _weights_of(path: Path, config, model: Mapping[str, Tensor]) -> dict[str, Te
 
 
 def _tokenizer_of(path: Path, state: Mapping, task, config, folder: Path):
-    """The tokenizer, whose files are in ``folder`` already."""
+    """The tokenizer; its files are written to ``folder``."""
     from smoe_fairseq.huggingface import SMoETokenizer
 
     files = {}
@@ -184,14 +184,13 @@ def _tokenizer_of(path: Path, state: Mapping, task, config, folder: Path):
     if subwords := hub.checked_subwords(data, task.source_dictionary):
         (folder / "spm.model").write_bytes(read_plain(subwords))
         files["sp_model_file"] = folder / "spm.model"
-    languages = {}
     if not hasattr(task, "data_manager"):
         source, target = task.cfg.source_lang, task.cfg.target_lang
         languages = {"src_lang": source, "tgt_lang": target, "lang_pairs": [f"{source}-{target}"]}
     else:
         from fairseq.data.multilingual.multilingual_utils import get_lang_tok
 
-        of_source, of_target = args.langtoks["main"]
+        source_token, target_token = args.langtoks["main"]
         pairs = [pair.split("-") for pair in task.lang_pairs]
         sources, targets = ({pair[i] for pair in pairs} for i in (0, 1))
         languages = {
@@ -201,8 +200,8 @@ def _tokenizer_of(path: Path, state: Mapping, task, config, folder: Path):
                 if (token := get_lang_tok(lang, args.lang_tok_style, "main"))
                 in task.target_dictionary
             },
-            "encoder_langtok": of_source,
-            "decoder_langtok": bool(of_target),
+            "encoder_langtok": source_token,
+            "decoder_langtok": bool(target_token),
             "lang_pairs": list(task.lang_pairs),
             "src_lang": sources.pop() if len(sources) == 1 else None,
             "tgt_lang": targets.pop() if len(targets) == 1 else None,
@@ -214,11 +213,8 @@ def _tokenizer_of(path: Path, state: Mapping, task, config, folder: Path):
     )
 
 
-# The model card.
-
-
 def _card(output: Path, run: Path, config, tokenizer) -> str:
-    """What the folder is, how to load it, and the scores that the run's folder has."""
+    """The model card: what the folder is, how to load it, and the run's scores."""
     languages = sorted({lang for pair in tokenizer.lang_pairs for lang in pair.split("-")})
     head = [f"language: {json.dumps(languages)}", "library_name: transformers"]
     head += ["pipeline_tag: translation", "tags: [smoe-fairseq]"]
@@ -254,21 +250,21 @@ print(tokenizer.batch_decode(model.generate(**batch{forced}), skip_special_token
 
 
 def _scores(run: Path) -> str:
-    """A table of the run's ``scores.json``; a sentence where there is none."""
+    """A table of the run's ``scores.json``, or a sentence if the run has none."""
     try:
         content = read_json(run / "scores.json", SCORES)
         scores = content["scores"]
         others = dict.fromkeys(m for score in scores.values() for m in score.get("others") or {})
         rows, signatures = [], {}
         for direction, score in scores.items():
-            found = {"BLEU": (score["bleu"], score["signature"])}
-            found |= {metric: score["others"][metric] for metric in others}
-            cells = [f"{value:.2f}" for value, _ in found.values()]
+            by_metric = {"BLEU": (score["bleu"], score["signature"])}
+            by_metric |= {metric: score["others"][metric] for metric in others}
+            cells = [f"{value:.2f}" for value, _ in by_metric.values()]
             rows.append(f"| {direction} | {' | '.join(cells)} | {score['sentences']} |")
-            for metric, (_, signature) in found.items():
+            for metric, (_, signature) in by_metric.items():
                 signatures.setdefault(f"{metric}: `{signature}`")
         checkpoint, search = content["checkpoint"], content["generate"]
-    except (UsageError, KeyError):  # none, or not for all directions
+    except (UsageError, KeyError):  # missing, or not for all directions
         return "The run has not been evaluated.\n"
     names = ["direction", "BLEU", *others, "sentences"]
     table = "\n".join([f"| {' | '.join(names)} |", "|---" * len(names) + "|", *rows])
@@ -278,7 +274,7 @@ def _scores(run: Path) -> str:
 
 
 def _training(run: Path) -> str:
-    """The flags that a recipe trained the run with; empty where it was none."""
+    """The flags with which a recipe trained the run; empty if no recipe did."""
     try:
         flags = read_json(run / "identity.json", IDENTITY)["flags"]
     except UsageError:

@@ -1,6 +1,6 @@
-"""``smoe import``: folders of transformers, of ``smoe export --to huggingface`` or in NLLB-MoE's layout.
+"""``smoe import``: folders for transformers, of ``smoe export --to huggingface`` or in NLLB-MoE's layout.
 
-They are read without transformers.
+transformers itself is not needed to read them.
 """
 
 import re
@@ -14,7 +14,7 @@ from fairseq.dataclass.utils import convert_namespace_to_omegaconf
 from omegaconf import OmegaConf
 from torch import Tensor
 
-from smoe_fairseq.checkpoints.foreign import EXPECTED, fitted, renamed
+from smoe_fairseq.checkpoints.foreign import EXPECTED, complete, with_our_names
 from smoe_fairseq.checkpoints.io import DICTIONARIES, checksum
 from smoe_fairseq.checkpoints.model import SIDES, plain_config
 from smoe_fairseq.checkpoints.sets import check_tensors
@@ -33,11 +33,15 @@ _SUBWORDS = "spm.model"
 _CRITERION = "smoe_label_smoothed_cross_entropy"
 _LOSS_WEIGHTS = {"aux": "gate", "z": "z", "entropy": "entropy"}  # their names and the criterion's
 
-# Arguments of a block that are by default its side's; and those that change no translation.
-_OF_SIDE = ("embed_dim", "ffn_embed_dim", "activation_fn")
-_FREE = {"dropout", "activation_dropout", "capacity_factor", "execution", "output_norm"}
+_SIDE_ARGUMENTS = (
+    "embed_dim",
+    "ffn_embed_dim",
+    "activation_fn",
+)  # those of a block's side by default
+# These do not change translations.
+_IRRELEVANT = {"dropout", "activation_dropout", "capacity_factor", "execution", "output_norm"}
 
-# The form of what a folder has besides weights.
+# The forms of a folder's JSON files.
 
 _LANGUAGE = r"[^\s,:/-]+"
 _SYMBOL, _FIRST = re.compile(r"[^\r\n]+"), ["<s>", "<pad>", "</s>", "<unk>"]
@@ -74,9 +78,9 @@ _FORMS = {
 
 
 def read_folder(folder: Path) -> tuple[dict, dict[str, bytes]]:
-    """A checkpoint of ``smoe_transformer``, and the files of its text that belong beside it.
+    """The content of a checkpoint of ``smoe_transformer``; dictionaries and subword model by file name.
 
-    Of NLLB-MoE's layout there are no such files: its tokenizer is not taken over.
+    There are no such files for NLLB-MoE's layout: its tokenizer is not converted.
 
     Raises:
         UsageError: a file is missing or damaged, or the folder holds another model.
@@ -92,16 +96,16 @@ def read_folder(folder: Path) -> tuple[dict, dict[str, bytes]]:
     check_content(folder, {"model": weights}, has_config=False)
     check_tensors(folder, weights)
     if kind == NLLB:
-        options, weights = _of_nllb(folder, config, weights)
-        text, task, words = {}, ["--task", "translation", "-s", "src", "-t", "tgt"], {}
+        options, weights = _convert_nllb(folder, config, weights)
+        files, task, checksums = {}, ["--task", "translation", "-s", "src", "-t", "tgt"], {}
     else:
         options = SMoETransformerConfig.select(config)
-        # The table of a hash gate is among the weights; a balanced one takes counts, which are lost.
+        # The weights include the table of a hash gate; a balanced one would need counts, which are lost.
         options["moe_hash_table"] = "random"
         _check_blocks(folder / _CONFIG, config.get("moe_blocks") or {}, options)
-        text, task, words = _text(folder, weights)
+        files, task, checksums = _text_files(folder, weights)
     state = _checkpoint(folder, options, config, weights, task)
-    return state | {DICTIONARIES: words}, text
+    return state | {DICTIONARIES: checksums}, files
 
 
 def _tensors(folder: Path) -> dict[str, Tensor]:
@@ -110,8 +114,8 @@ def _tensors(folder: Path) -> dict[str, Tensor]:
 
     names = [_WEIGHTS]
     if not (folder / _WEIGHTS).exists() and (folder / _INDEX).exists():
-        listed = read_json(folder / _INDEX, {"weight_map": {str: str}})
-        names = sorted(set(listed["weight_map"].values()))
+        index = read_json(folder / _INDEX, {"weight_map": {str: str}})
+        names = sorted(set(index["weight_map"].values()))
     tensors = {}
     for name in names:
         file = folder / Path(name).name
@@ -128,7 +132,7 @@ def _tensors(folder: Path) -> dict[str, Tensor]:
 def _checkpoint(
     folder: Path, options: dict, config: Mapping, weights: dict[str, Tensor], task: list[str]
 ) -> dict:
-    """The content of a checkpoint, with the settings that ``fairseq-train`` would give it."""
+    """The content of a checkpoint, with the settings that ``fairseq-train`` would save."""
     if options.get("share_all_embeddings") and "encoder.embed_tokens.weight" in weights:
         weights.setdefault("decoder.embed_tokens.weight", weights["encoder.embed_tokens.weight"])
     flags = ["", *task, "--arch", OURS, "--criterion", _CRITERION]
@@ -143,34 +147,34 @@ def _checkpoint(
         **EXPECTED,
         "args": None,
         "cfg": {**cfg, "model": plain_config(options)},
-        "model": fitted(folder, options, weights),
+        "model": complete(folder, options, weights),
     }
 
 
-def _check_blocks(file: Path, given: dict[str, dict], options: dict) -> None:
-    """Raise UsageError unless ``moe_blocks``, which transformers computes with, are those of the options."""
+def _check_blocks(file: Path, moe_blocks: dict[str, dict], options: dict) -> None:
+    """Raise UsageError unless ``moe_blocks``, which transformers uses, agrees with the options."""
     with naming_file(file):
         expected = blocks(SMoETransformerConfig(**options))
-    if given.keys() != expected.keys():
-        own, other = (", ".join(each) or "empty" for each in (given, expected))
-        raise UsageError(f"{file}: moe_blocks is {own}; by the other options {other}")
+    if moe_blocks.keys() != expected.keys():
+        actual, implied = (", ".join(each) or "empty" for each in (moe_blocks, expected))
+        raise UsageError(f"{file}: moe_blocks is {actual}; by the other options {implied}")
     for layer, block in expected.items():
-        own = {name: block[name] for name in _OF_SIDE} | given[layer]
-        for name in {**block, **own}.keys() - _FREE:
-            value = own.get(name, getattr(MoEConfig, name, None))
+        arguments = {name: block[name] for name in _SIDE_ARGUMENTS} | moe_blocks[layer]
+        for name in {**block, **arguments}.keys() - _IRRELEVANT:
+            value = arguments.get(name, getattr(MoEConfig, name, None))
             if value != block.get(name):
-                other = f"{MoEConfig.flags().get(name, name)} {block.get(name)!r}"
+                option = f"{MoEConfig.flags().get(name, name)} {block.get(name)!r}"
                 where = f"{file}: moe_blocks.{layer}.{name}"
-                raise UsageError(f"{where} is {value!r:.60}, and {other}; expected the same")
+                raise UsageError(f"{where} is {value!r:.60}, and {option}; expected the same")
 
 
 # The text of an export: dictionaries and subwords, and the task that reads them.
 
 
-def _text(
+def _text_files(
     folder: Path, weights: Mapping[str, Tensor]
 ) -> tuple[dict[str, bytes], list[str], dict[str, dict]]:
-    """The files of a data folder by their names, the task's flags, and `noted` of its dictionaries."""
+    """The files of a data folder by name, the task's flags, and the `dictionary_checksums`."""
     file = folder / "tokenizer_config.json"
     settings = read_json(file, _TOKENIZER)
     pairs, tokens = settings["lang_pairs"], settings.get("language_tokens") or {}
@@ -183,24 +187,24 @@ def _text(
     vocabulary["target"] = vocabulary["source"]
     if (folder / "target_vocab.json").exists():
         vocabulary["target"] = _vocabulary(folder / "target_vocab.json", len(target))
-    text, words = {}, {side: checksum(symbols) for side, symbols in vocabulary.items()}
-    of_languages = {}
+    files, by_side = {}, {side: checksum(symbols) for side, symbols in vocabulary.items()}
+    by_language = {}
     for pair in pairs:
         for side, language in zip(vocabulary, pair.split("-"), strict=True):
             content = "".join(f"{symbol} 1\n" for symbol in vocabulary[side][4:]).encode()
-            of_languages[language] = words[side]
-            if text.setdefault(f"dict.{language}.txt", content) != content:
+            by_language[language] = by_side[side]
+            if files.setdefault(f"dict.{language}.txt", content) != content:
                 raise UsageError(f"{folder}: source and target vocabularies of {language} differ")
-    words_only = [word for word in vocabulary["source"][4:] if word not in tokens.values()]
+    pieces = [word for word in vocabulary["source"][4:] if word not in tokens.values()]
     if (folder / _SUBWORDS).exists():
-        check_pieces(folder / _SUBWORDS, words_only)
-        text[_SUBWORDS] = read_plain(folder / _SUBWORDS)
-    elif any(word.startswith(BEGINS_WORD) for word in words_only):
-        raise UsageError(f"{folder / _SUBWORDS} is missing, by which the pieces of words were made")
+        check_pieces(folder / _SUBWORDS, pieces)
+        files[_SUBWORDS] = read_plain(folder / _SUBWORDS)
+    elif any(piece.startswith(BEGINS_WORD) for piece in pieces):
+        raise UsageError(f"{folder / _SUBWORDS} is missing: expected the model of the subwords")
     if not tokens:
         source, target = pairs[0].split("-")
-        return text, ["--task", "translation", "-s", source, "-t", target], words
-    # Dictionaries without tokens of languages get them in the order of --langs, which JSON does not keep.
+        return files, ["--task", "translation", "-s", source, "-t", target], by_side
+    # fairseq appends the languages' tokens to a dictionary in the order of --langs, which JSON does not keep.
     langs = sorted(tokens, key=lambda language: vocabulary["target"].index(tokens[language]))
     style = "mbart" if next(iter(tokens.values())).startswith("[") else "multilingual"
     flags = ["--task", "translation_multi_simple_epoch", "--langs", ",".join(langs)]
@@ -208,11 +212,11 @@ def _text(
     if settings.get("encoder_langtok"):
         flags += ["--encoder-langtok", settings["encoder_langtok"][:3]]
     flags += ["--decoder-langtok"] * bool(settings.get("decoder_langtok"))
-    return text, flags, of_languages
+    return files, flags, by_language
 
 
 def _vocabulary(file: Path, rows: int) -> list[str]:
-    """The entries of a dictionary, four of which its file in fairseq's form has not. Counts are lost."""
+    """The entries of a dictionary; the first four are not part of fairseq's files."""
     symbols = read_json(file, [_SYMBOL])
     if symbols[:4] != _FIRST:
         raise UsageError(f"{file} begins with {symbols[:4]}; expected {_FIRST}")
@@ -238,15 +242,15 @@ _ROUTER = re.compile(r"(.+)\.ffn\.router\.classifier\.weight")
 _EXPERT = re.compile(r"(.+)\.ffn\.experts\.expert_(\d+)\.(fc[12]\.(?:weight|bias))")
 
 
-def _of_nllb(
+def _convert_nllb(
     folder: Path, config: Mapping, weights: Mapping[str, Tensor]
 ) -> tuple[dict, dict[str, Tensor]]:
-    """Options of ours, and the weights under our names.
+    """Our options, and the weights under our names.
 
-    A limit of experts in evaluation (``moe_eval_capacity_token_fraction`` below 1) is not taken over.
+    A capacity limit in evaluation (``moe_eval_capacity_token_fraction`` below 1) is not converted.
     """
     if config.get("router_bias"):
-        raise UsageError(f"{folder / _CONFIG}: router_bias has no place here; expected false")
+        raise UsageError(f"{folder / _CONFIG}: router_bias is not supported; expected false")
     named = {}
     for name, tensor in weights.items():
         if match := _ROUTER.fullmatch(name):
@@ -292,4 +296,4 @@ def _of_nllb(
         "moe_drop_order": "score" if config.get("batch_prioritized_routing") else "sentence",
         "moe_second_expert_policy": config.get("second_expert_policy", "all"),
         "moe_eom": config.get("moe_token_dropout", 0.2),
-    }, renamed(folder, named)
+    }, with_our_names(folder, named)

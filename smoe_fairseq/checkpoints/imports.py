@@ -1,4 +1,4 @@
-"""``smoe import``: converts a checkpoint of another codebase, or a folder of transformers, to ours."""
+"""``smoe import``: converts a checkpoint of another codebase, or a folder for transformers, to ours."""
 
 import os
 from argparse import ArgumentParser, Namespace
@@ -21,28 +21,28 @@ def add_import_arguments(parser: ArgumentParser) -> None:
 
 
 def run_import(args: Namespace) -> None:
-    is_folder, text = args.path.is_dir(), {}
+    is_folder, contents = args.path.is_dir(), {}
     inside = args.path.glob("*")
     read = [file for file in inside if file.is_file()] if is_folder else files_of(args.path)
     check_output(read, [args.output], args.force)
     with quietly(), naming_file(args.path, "its content"):
         if is_folder:
-            state, text = read_folder(args.path)
+            state, contents = read_folder(args.path)
         else:
             state = import_moe(args.path)
     folder = args.output.absolute().parent
-    files = [folder / name for name in text if not _is_there(folder / name, text[name])]
+    files = [folder / name for name in contents if not _exists(folder / name, contents[name])]
     called = f"--output {folder}"
     with whole_files(files, called, parents=True, replace=False) as partials:
         for file, partial in zip(files, partials, strict=True):
-            Path(partial).write_bytes(text[file.name])
+            Path(partial).write_bytes(contents[file.name])
         write_converted(state, args.output, args.force)
     layers = sum(name.endswith(".moe.experts.w1") for name in state["model"])
     print(f"{args.output}: {layers} MoE layers, of {len(read)} file{'s' * (len(read) != 1)}")
 
 
-def _is_there(file: Path, content: bytes) -> bool:
-    """Whether a dictionary or subwords lie beside FILE already; UsageError if they are others."""
+def _exists(file: Path, content: bytes) -> bool:
+    """Whether a file exists; raises UsageError if it has other content."""
     if os.path.lexists(file) and read_plain(file) != content:
-        raise UsageError(f"--output: {file} is there already and differs; choose another folder")
+        raise UsageError(f"--output: {file} exists already and differs; choose another folder")
     return os.path.lexists(file)

@@ -1,4 +1,4 @@
-"""Reading checkpoints: their names, their content, their record and their dictionaries."""
+"""Reading checkpoints: names, content, record of experts, and checksums of dictionaries."""
 
 import hashlib
 import inspect
@@ -27,13 +27,12 @@ from smoe_fairseq.modules.parallel import Placement
 def open_checkpoint(path: Path | str) -> dict:
     """Load a checkpoint with memory-mapped tensors, after comparing its checksums.
 
-    Only plain data is built (``weights_only=True``). Files written by torch before 1.6 are read into
-    memory.
+    Only plain data is loaded (``weights_only=True``). Files of torch before 1.6 are read into memory.
 
     Raises:
-        UsageError: the file is missing, or no checkpoint of fairseq.
-        UnreadableCheckpoint: it is cut off, damaged, refused, or not readable for this user; each case
-            has its own subclass.
+        UsageError: the file is missing, or not a checkpoint of fairseq.
+        UnreadableCheckpoint: it is cut off, damaged, refused, or not readable for this user; see its
+            subclasses.
     """
     if Path(path).is_dir():
         raise UsageError(f"{path} is a folder; expected a checkpoint, such as checkpoint_best.pt")
@@ -43,7 +42,7 @@ def open_checkpoint(path: Path | str) -> dict:
     return state
 
 
-# File names of a set: ``checkpoint_last.pt`` stands for ``checkpoint_last-rank-0.pt`` and so on.
+# File names of a set: ``checkpoint_last.pt`` means ``checkpoint_last-rank-0.pt`` and so on.
 
 PENDING = ".pending"  # suffix of a complete file that has not been renamed yet
 _RANK = re.compile(r"-rank-(\d+)\.pt(\.pending)?$")
@@ -56,8 +55,8 @@ def rank_file(path: Path | str, rank: int) -> Path:
 
 
 def rank_of(path: Path | str) -> int | None:
-    found = _RANK.search(str(path))
-    return int(found[1]) if found else None
+    match = _RANK.search(str(path))
+    return int(match[1]) if match else None
 
 
 def set_name(path: Path | str) -> Path:
@@ -74,12 +73,10 @@ def files_read(path: Path) -> list[Path]:
     return [path, *rank_files(set_name(path)).values()]
 
 
-# A record in each file says which experts it holds, so that the files of a set are never mixed up.
+# A record in each file describes its experts, so that files of different sets cannot be combined.
 
 RECORD = "smoe_experts"  # the record's key in a checkpoint
 _LAYER = re.compile(r"\S+(?=\.experts\.)")
-
-
 _FROM_0, _FROM_1 = Number(0, whole=True), Number(1, whole=True)
 _RECORD = {
     **{"save": str, "num_updates": _FROM_0, "rank": _FROM_0, "parameters": [str]},
@@ -89,13 +86,13 @@ _RECORD = {
 
 @dataclass(frozen=True)
 class Record:
-    """Which experts a file holds; stored in the checkpoint under `RECORD` as a plain dictionary.
+    """The experts in a file; stored in the checkpoint under `RECORD` as a plain dictionary.
 
     Args:
-        save: the name of the save, equal in all files of a set; later saves have greater names.
-        num_updates: the update at which it was saved.
+        save: the name of the save, equal in all files of a set; names of later saves are greater.
+        num_updates: the number of updates when it was saved.
         num_experts: E of the MoE layers, except for ``other_layers``.
-        world_size, rank: the file holds the share of rank ``rank`` of ``world_size``.
+        world_size, rank: the file has the experts of rank ``rank`` of ``world_size``.
         parameters: names of all parameters of the optimizer, in its order.
         other_layers: E of MoE layers with another number, by name (``encoder.layers.1.moe``).
     """
@@ -109,7 +106,7 @@ class Record:
     other_layers: Mapping[str, int] = field(default_factory=dict)
 
     def placement(self, name: str, world_size: int, rank: int = 0) -> Placement:
-        """The placement of the experts that a tensor belongs to, by the layer in its name."""
+        """The placement of the experts of the layer in a tensor's name."""
         layer = _LAYER.search(name).group()
         return Placement(self.other_layers.get(layer, self.num_experts), world_size, rank)
 
@@ -126,21 +123,20 @@ class Record:
         """The record of a checkpoint; None if it has no experts or is older than these records.
 
         Raises:
-            UsageError: it is damaged, or of a later version; the sentence names ``path``.
+            UsageError: it is damaged, or of a later version; the message names ``path``.
         """
         content = state.get(RECORD)
         if content is None:
             return None
-        found = fault(content, _RECORD)
-        if not found and content.keys() <= {each.name for each in fields(cls)}:
+        if not fault(content, _RECORD) and content.keys() <= {f.name for f in fields(cls)}:
             record = cls(**content | {"parameters": tuple(content["parameters"])})
             if record.rank < record.world_size:
                 return record
-        raise UsageError(f"{path}: {RECORD} in it is damaged, or of a later version")
+        raise UsageError(f"{path}: its {RECORD} is damaged, or of a later version")
 
 
 def values_of(part) -> Mapping:
-    """The settings in a part of a checkpoint's config, a mapping or a namespace; empty if it is neither."""
+    """The settings in a part of a checkpoint's config, a mapping or a namespace; else empty."""
     return part if isinstance(part, Mapping) else getattr(part, "__dict__", {})
 
 
@@ -148,8 +144,7 @@ def record_of(path: Path | str) -> Record | None:
     """The record of a file; None if the file is missing, cut off, damaged, or has no record.
 
     Raises:
-        InaccessibleCheckpoint: the file cannot be read now, and must not be taken for a useless one and
-            removed.
+        InaccessibleCheckpoint: the file cannot be read now, but may be intact, so it must not be removed.
     """
     try:
         return Record.of(open_checkpoint(path), path)
@@ -165,15 +160,15 @@ def newest_whole(saves: Sequence[Collection[str]]) -> str | None:
 
 
 def check_set(records: Mapping[Path, Record | None]) -> None:
-    """Check that files, in the order of ranks, are one complete set, or one file is all of it.
+    """Check that files, in the order of ranks, are one complete set.
 
     Raises:
-        UsageError: names the first file that does not belong to the set of the first one.
+        UsageError: they are not; the message names the first file of another set, or a missing one.
     """
     first_path, first = next(iter(records.items()))
     for rank, (path, record) in enumerate(records.items()):
         if record is None:
-            raise UsageError(f"{path} does not say which experts it holds")
+            raise UsageError(f"{path} has no record of its experts ({RECORD})")
         if record.rank != rank or (rank_of(path) or 0) != rank:
             raise UsageError(f"{path} has rank {record.rank}'s experts: it was moved or copied")
         if record.world_size != first.world_size:
@@ -181,23 +176,23 @@ def check_set(records: Mapping[Path, Record | None]) -> None:
         if record.save != first.save:
             updates = f"update {record.num_updates}, not {first.num_updates}"
             raise UsageError(f"{path} is of another save than {first_path} ({updates})")
-    if len(records) < first.world_size:  # more cannot be, since each rank is below the world size
+    if len(records) < first.world_size:  # not more, since each rank is below the world size
         missing = rank_file(set_name(first_path), len(records))
         raise UsageError(f"{missing} is missing: the set has {first.world_size} files")
 
 
 # Checksums of the dictionaries are saved in a checkpoint and compared when it is loaded.
 #
-# A dictionary of the same size with other words, or in another order, fits all tensors, and the model
-# would silently train on or translate the wrong words. With another size, loading fails anyway.
+# A dictionary of the same size with other words, or in another order, fits all tensors: without this check
+# the model would silently process the wrong words. With another size, loading fails anyway.
 
 DICTIONARIES = "smoe_dictionaries"  # their key in a checkpoint
 
 
-def noted(task) -> dict[str, dict]:
-    """Size and checksum of each of the task's dictionaries, as plain data for a checkpoint.
+def dictionary_checksums(task) -> dict[str, dict]:
+    """Size and checksum of each dictionary of a task, as plain data for a checkpoint.
 
-    The keys are languages if the task has a dictionary for each, else "source" and "target".
+    The keys are languages if the task has a dictionary per language, else "source" and "target".
     """
     return {name: checksum(d.symbols) for name, d in _dictionaries(task).items()}
 
@@ -213,18 +208,18 @@ def _dictionaries(task) -> dict[str, object]:
     if not isinstance(by_language, Mapping):
         by_language = {}
         for side in ("source", "target"):
-            with suppress(NotImplementedError):  # tasks without text
+            with suppress(NotImplementedError):  # a task without text
                 by_language[side] = getattr(task, f"{side}_dictionary", None)
     return {name: d for name, d in by_language.items() if hasattr(d, "symbols")}
 
 
-def difference(path: Path | str, content: Mapping, task) -> str | None:
-    """A sentence if the checkpoint's dictionaries have the same size as the task's but other words.
+def dictionary_mismatch(path: Path | str, content: Mapping, task) -> str | None:
+    """A message if the checkpoint's dictionaries have the same size as the task's but other words.
 
-    None if they agree, or if the checkpoint has no checksums (older ones, and those of stock fairseq).
+    None if they agree, or if the checkpoint, such as an older one or one of stock fairseq, has no checksums.
     """
     saved, dictionaries = content.get(DICTIONARIES), _dictionaries(task)
-    for name, now in noted(task).items():
+    for name, now in dictionary_checksums(task).items():
         before = saved.get(name) if isinstance(saved, Mapping) else None
         if not isinstance(before, Mapping) or before.get("symbols") != now["symbols"]:
             continue
@@ -232,16 +227,16 @@ def difference(path: Path | str, content: Mapping, task) -> str | None:
             file = getattr(dictionaries[name], "read_from", None) or f"the {name} dictionary"
             languages = ", --langs in the same order" if hasattr(task, "data_manager") else ""
             return (
-                f"{path} was trained with another {name} dictionary than {file}: as many words "
-                f"({now['symbols']}), but others or in another order; expected the dictionary of its "
-                f"training{languages} and data made with it"
+                f"{path} was trained with another {name} dictionary than {file}: both have "
+                f"{now['symbols']} words, but different ones or in another order; expected the dictionary "
+                f"of its training{languages} and data made with it"
             )
     return None
 
 
 @replaces("fairseq.data.dictionary:Dictionary.load")
 def remember_file(original, cls, f):
-    """Keep the file's name as ``read_from``."""
+    """Store the file's name as ``read_from``."""
     loaded = original(cls, f)
     if isinstance(f, str):
         loaded.read_from = f
@@ -250,79 +245,73 @@ def remember_file(original, cls, f):
 
 @replaces("fairseq.checkpoint_utils:load_model_ensemble_and_task")
 def compare_when_loaded(original, *arguments, **options):
-    """Check what all commands but ``fairseq-train`` load models with.
+    """Check models that commands other than ``fairseq-train`` load.
 
     Raises:
-        UsageError: the settings of a checkpoint make no task or model, its dictionaries differ from the
-            task's, or a weight is NaN or infinite.
+        UsageError: the settings of a checkpoint do not define a task and a model, its dictionaries differ
+            from the task's, or a weight is NaN or infinite.
     """
     from fairseq.checkpoint_utils import get_maybe_sharded_checkpoint_filename
 
     from smoe_fairseq.models.checks import as_loaded
     from smoe_fairseq.models.hub import check_names
 
-    given = inspect.signature(original).bind(*arguments, **options)
-    given.apply_defaults()
-    given = given.arguments
+    bound = inspect.signature(original).bind(*arguments, **options)
+    bound.apply_defaults()
+    bound = bound.arguments
     paths = [
-        get_maybe_sharded_checkpoint_filename(name, given["suffix"], 0, given["num_shards"])
-        for name in given["filenames"]
+        get_maybe_sharded_checkpoint_filename(name, bound["suffix"], 0, bound["num_shards"])
+        for name in bound["filenames"]
     ]
-    contents = [given["state"] or content_of(path) for path in paths]
-    others = other_flags(contents[0], given["task"])
-    if contents[0] and given["task"] is not None:  # from a command's --model-overrides
+    contents = [bound["state"] or content_of(path) for path in paths]
+    others = other_flags(contents[0], bound["task"])
+    if contents[0] and bound["task"] is not None:  # from a command's --model-overrides
         saved = contents[0].get("cfg") or {"args": contents[0].get("args")}
-        check_names(saved, given["arg_overrides"] or {}, "--model-overrides ")
-    told = f"{paths[0]}: its training had {' '.join(others.values())}; expected the same here"
+        check_names(saved, bound["arg_overrides"] or {}, "--model-overrides ")
+    message = f"{paths[0]}: its training had {' '.join(others.values())}; expected the same here"
     if others.keys() & LANGUAGE_TOKENS:
-        raise UsageError(told)
+        raise UsageError(message)
     try:
         with as_loaded():
             models, config, task = original(*arguments, **options)
     except UsageError as error:
-        raise (UsageError(told) if others else error) from error
+        raise (UsageError(message) if others else error) from error
     for path, content, model in zip(paths, contents, models):
-        if sentence := difference(path, content, task):
-            raise UsageError(sentence)
+        if mismatch := dictionary_mismatch(path, content, task):
+            raise UsageError(mismatch)
         check_finite(path, model.named_parameters())
     return models, config, task
 
 
-# Options of a task that put a language's token into the text: with others, a model translates wrongly and
-# nothing tells it.
+# Task options that add a language's token to the text: with other values, a model silently translates badly.
 LANGUAGE_TOKENS = {"encoder_langtok", "decoder_langtok", "lang_tok_replacing_bos_eos"}
 
 
 def other_flags(content: Mapping, task) -> dict[str, str]:
-    """The flags of a checkpoint's task that ``task``, made by the command line, was made without.
+    """The flags of a checkpoint's task, by option, that differ from those of the command line's ``task``.
 
-    By the names of the options; empty where there is no task yet, or it cannot be told.
+    Empty if there is no task yet, or the checkpoint has none.
     """
     config = content.get("cfg")
-    saved, now = (
-        values_of(given)
-        for given in (
-            content.get("args") if config is None else config.get("task"),
-            getattr(task, "cfg", None) or getattr(task, "args", None),
-        )
-    )
-    found = {}
-    if not saved or not now:
-        return found
+    saved = values_of(content.get("args") if config is None else config.get("task"))
+    current = values_of(getattr(task, "cfg", None) or getattr(task, "args", None))
+    flags = {}
+    if not saved or not current:
+        return flags
     for name in ("task", "langs", *sorted(LANGUAGE_TOKENS)):
-        before, here = (
+        before, now = (
             (each.get("_name") or each.get(name)) if name == "task" else each.get(name)
-            for each in (saved, now)
+            for each in (saved, current)
         )
-        if (before or None) != (here or None):
+        if (before or None) != (now or None):
             shown = ",".join(before) if isinstance(before, list) else before
             flag = f"--{name.replace('_', '-')}"
-            found[name] = flag if before is True else f"{flag} {shown}" if before else f"no {flag}"
-    return found
+            flags[name] = flag if before is True else f"{flag} {shown}" if before else f"no {flag}"
+    return flags
 
 
 def check_finite(path: Path | str, weights: Iterable[tuple[str, Tensor]]) -> None:
-    """Raise UsageError if a weight is NaN or infinite, which no reader would notice."""
+    """Raise UsageError if a weight is NaN or infinite; torch loads such weights silently."""
     for name, weight in weights:
         if not weight.isfinite().all():
             raise UsageError(
@@ -331,7 +320,7 @@ def check_finite(path: Path | str, weights: Iterable[tuple[str, Tensor]]) -> Non
 
 
 def content_of(path: Path | str) -> Mapping:
-    """The content of a checkpoint; empty if it cannot be read (its loader reports that) or is too old."""
+    """The content of a checkpoint; empty if it is too old or cannot be read, which its loader reports."""
     try:
         return open_checkpoint(path) if is_archive(path) else {}  # older files have no checksums
     except (UsageError, OSError):

@@ -19,8 +19,8 @@ from smoe_fairseq.models.transformer import SMoETransformerModel
 OURS, STOCK = "smoe_transformer", "transformer"
 SIDES = ("encoder", "decoder")
 NORM_OPTION = "smoe_norm"  # how inner layer norms and residuals are computed
-# fairseq's options that change the forward pass and that our model does not have.
-_WITHOUT_PLACE = (
+# fairseq's options that change the forward pass in ways that our model does not support.
+_UNSUPPORTED = (
     *("adaptive_input", "adaptive_softmax_cutoff", "cross_self_attention", "no_cross_attention"),
     *("no_decoder_final_norm", "quant_noise_pq", "quant_noise_scalar", "char_inputs"),
     *("encoder_xformers_att_config", "decoder_xformers_att_config"),
@@ -28,11 +28,7 @@ _WITHOUT_PLACE = (
 
 
 def saved_options(path: Path, state: Mapping) -> dict:
-    """The model options saved in a checkpoint, by their flat names (``encoder_layers``).
-
-    Args:
-        path: the file's name for error messages.
-        state: the checkpoint's content.
+    """The model options in the content of the checkpoint ``path``, by their flat names (``encoder_layers``).
 
     Raises:
         UsageError: it has no model options.
@@ -64,12 +60,11 @@ def known_options(path: Path, state: Mapping) -> dict:
     """The options of `SMoETransformerConfig` with which our model equals the checkpoint's.
 
     Raises:
-        UsageError: it has options that our model does not have, is another model, or its weights are not
-            those of its options.
+        UsageError: it is another model, has unsupported options, or its weights do not fit its options.
     """
     with naming_file(path):
         model, values = model_values(path, state)
-    for name in _WITHOUT_PLACE if model == STOCK else ():
+    for name in _UNSUPPORTED if model == STOCK else ():
         if values.get(name):
             raise UsageError(
                 f"{path} was trained with {flag(name)} {values[name]}; expected a model without it"
@@ -82,7 +77,7 @@ def known_options(path: Path, state: Mapping) -> dict:
 
 
 def check_weights(path: Path, options: Mapping, weights: Mapping[str, Tensor]) -> None:
-    """Raise UsageError unless the options make a model with the names and shapes of these weights."""
+    """Raise UsageError unless a model with these options has the names and shapes of the weights."""
     for option in fields(SMoETransformerConfig):
         value = options.get(option.name, option.default)
         if isinstance(option.default, int | float) and not isinstance(value, int | float):
@@ -97,23 +92,23 @@ def check_weights(path: Path, options: Mapping, weights: Mapping[str, Tensor]) -
 def check_fit(path: Path, weights: Mapping[str, Tensor], target: Mapping[str, Tensor]) -> None:
     """Raise UsageError at the first name or shape that differs."""
     for name in {**target, **weights}:
-        found, expected = (
+        actual, expected = (
             tuple(each[name].shape) if name in each else "missing" for each in (weights, target)
         )
-        if found != expected:
-            raise UsageError(f"{path}: {name} is {found}, and by its options {expected}")
+        if actual != expected:
+            raise UsageError(f"{path}: {name} is {actual}, and by its options {expected}")
 
 
 def transformer_options(path: Path, state: Mapping) -> dict:
-    """The options of a dense model, without those about experts.
+    """The options of a dense model, without those of MoE layers.
 
     Raises:
-        UsageError: as `known_options`, or the model has experts.
+        UsageError: as `known_options`; or the model has experts.
     """
     if any(".moe." in name for name in state["model"]):
         raise UsageError(f"{path} has experts: expected a dense model (--moe-freq 0)")
     options = known_options(path, state)
-    return {name: value for name, value in options.items() if not of_experts(name)}
+    return {name: value for name, value in options.items() if not is_moe_option(name)}
 
 
 def check_pre_norm(path: Path, config: SMoETransformerConfig) -> None:
@@ -126,8 +121,8 @@ def check_pre_norm(path: Path, config: SMoETransformerConfig) -> None:
             )
 
 
-def of_experts(option: str) -> bool:
-    """Whether an option of the model is about its MoE layers."""
+def is_moe_option(option: str) -> bool:
+    """Whether a model option is one of MoE layers."""
     return "moe_" in option or option.startswith("cmr_") or option == "expert_parallel"
 
 
@@ -148,7 +143,7 @@ def target_model(path: Path, options: dict, weights: dict) -> SMoETransformerMod
     Its vocabularies have the sizes of the embeddings in ``weights``.
 
     Raises:
-        UsageError: the options make no model, or the weights of ``path`` have no embeddings.
+        UsageError: the options do not define a model, or the weights of ``path`` have no embeddings.
     """
 
     class Task:
@@ -163,13 +158,12 @@ def plain_config(options: dict) -> dict:
     """All options of ``smoe_transformer`` as plain data, for the ``cfg`` of a checkpoint."""
     config = SMoETransformerConfig(**options)
     values = {f.name: getattr(config, f.name) for f in fields(config)}
-    kept = bool | int | float | None
-    plain = {n: v if isinstance(v, kept) else str(v) for n, v in values.items()}
-    return plain | {"_name": "smoe_transformer"}
+    plain = bool | int | float | None
+    return {n: v if isinstance(v, plain) else str(v) for n, v in values.items()} | {"_name": OURS}
 
 
 def with_model_options(state: Mapping, options: dict) -> dict:
-    """The content of a checkpoint of ``smoe_transformer`` with these options of the model."""
+    """The checkpoint's content with its model options replaced by these of ``smoe_transformer``."""
     plain = plain_config(options)
     if state.get("cfg"):
         return {**state, "cfg": {**state["cfg"], "model": plain}}

@@ -23,14 +23,14 @@ _EXPERTS = ".moe.experts."
 
 
 class Shards:
-    """The checkpoint files that hold all experts of a model: one file per rank, or one file.
+    """The checkpoint files that contain all experts of a model: one file per rank, or one file.
 
     Args:
         files: in the order of ranks.
         optimizer_state: whether to keep the optimizer's state.
 
     Raises:
-        UsageError: a file is missing, cut off, of another set, or lacks what its record names.
+        UsageError: a file is missing, cut off, of another set, or lacks parameters of its record.
     """
 
     def __init__(self, files: list[Path], optimizer_state: bool = True):
@@ -48,38 +48,38 @@ class Shards:
 
     @classmethod
     def open(cls, path: Path, optimizer_state: bool = True) -> "Shards":
-        """Open a set by its name (``DIR/checkpoint_last.pt``) or a file of its, or a single file.
+        """Open a set by its name (``DIR/checkpoint_last.pt``) or one of its files; or a single file.
 
-        Of a run that was killed while it saved, the newest files that belong together are taken.
+        If a run was killed while it saved, its newest complete set is opened.
         """
         name = io.set_name(path)
-        files, waiting = rank_files(name), rank_files(name, io.PENDING)
-        if not files and not waiting:
+        files, pending = rank_files(name), rank_files(name, io.PENDING)
+        if not files and not pending:
             return cls([path], optimizer_state)
         if path.exists() and io.rank_of(path) is None:
             raise UsageError(
                 f"{path} and {io.rank_file(name, 0)} both exist: move one of them away"
             )
-        there = files.keys() | waiting.keys()
-        for rank in range(len(there)):
-            if rank not in there:
+        ranks = files.keys() | pending.keys()
+        for rank in range(len(ranks)):
+            if rank not in ranks:
                 raise UsageError(f"{io.rank_file(name, rank)} is missing")
-        chosen = [files.get(rank, io.rank_file(name, rank)) for rank in range(len(there))]
-        return cls(_newest_set(chosen) if waiting else chosen, optimizer_state)
+        paths = [io.rank_file(name, rank) for rank in range(len(ranks))]
+        return cls(_newest_set(paths) if pending else paths, optimizer_state)
 
     def _check_parts(self, file: Path, state: dict) -> None:
-        """Raise UsageError unless the file has all parameters that its record names."""
+        """Raise UsageError unless the file has all parameters of its record."""
         if not isinstance(state.get("extra_state"), dict):
-            raise UsageError(f"{file} is not a checkpoint of fairseq: extra_state is missing in it")
+            raise UsageError(f"{file} is not a checkpoint of fairseq: it lacks extra_state")
         for name in self.record.parameters:
             tensor = state["model"].get(name)
             if not torch.is_tensor(tensor):
-                raise UsageError(f"{file}: {name} is missing in its model")
-            local = self.place_of(name).num_local if _EXPERTS in name else None
+                raise UsageError(f"{file}: its model lacks {name}")
+            local = self.placement(name).num_local if _EXPERTS in name else None
             if local and tensor.shape[:1] != (local,):
                 raise UsageError(f"{file}: {name} is {[*tensor.shape]}; expected {local} experts")
 
-    def place_of(self, name: str) -> Placement:
+    def placement(self, name: str) -> Placement:
         """The placement of a tensor's experts in the first file."""
         return self.record.placement(name, len(self.files))
 
@@ -92,12 +92,12 @@ class Shards:
         for index, name in enumerate(self._optimized(state)):
             for key, value in state[OPTIMIZER]["state"].get(index, {}).items():
                 if torch.is_tensor(value):
-                    # A state of another shape is one of all experts of the parameter together.
+                    # A state of another shape is shared by all experts of the parameter.
                     stacked = _EXPERTS in name and value.shape == state["model"][name].shape
                     yield f"{name} {key}", value, stacked
 
     def _parts(self, state: dict) -> dict[str, dict]:
-        """The model and its averages (EMA): all that has an entry per parameter."""
+        """The model and its averages (EMA): the parts with an entry per parameter."""
         extra = state["extra_state"]
         parts = {"model": state["model"], **{key: extra.get(key) for key in EMA}}
         return {part: content for part, content in parts.items() if content}
@@ -119,26 +119,26 @@ class Shards:
         return names
 
     def check_agreement(self) -> None:
-        """Raise UsageError unless shared tensors, and the replicas of an expert, agree in all files.
+        """Raise UsageError unless shared tensors, and the replicas of an expert, are equal in all files.
 
-        Buffers are not compared: fairseq has some that are never set.
+        Buffers are not compared: fairseq never sets some of them.
         """
         parameters = {f"{p} {name}" for p in ("model", *EMA) for name in self.record.parameters}
         parts = self._parts(self.states[0]).items()
         buffers = {f"{part} {name}" for part, content in parts for name in content} - parameters
         for rank in range(1, len(self.states)):
             for name, tensor, stacked in self.tensors(self.states[rank]):
-                replica = rank % self.place_of(name).group_size if stacked else 0
+                replica = rank % self.placement(name).group_size if stacked else 0
                 other = self.by_rank[replica].get(name)
                 if name in buffers or other is not None and same_bits(tensor, other):
                     continue
                 if _EXPERTS in name and not stacked:
                     raise self._undivided(rank, name)
-                own = name.removeprefix("model ")
-                raise UsageError(f"{self.files[rank]}: {own} differs from the others")
+                shown = name.removeprefix("model ")
+                raise UsageError(f"{self.files[rank]}: {shown} differs from the others")
 
     def check_division(self, world_size: int) -> None:
-        """Raise UsageError where a state of all experts together would have to be divided."""
+        """Raise UsageError if a state that all experts share would have to be divided."""
         if world_size == len(self.files):
             return
         for name, tensor, stacked in self.tensors(self.states[0]):
@@ -147,8 +147,8 @@ class Shards:
 
     def _undivided(self, rank: int, name: str) -> UsageError:
         return UsageError(
-            f"{self.files[rank]}: this optimizer's {name.split()[-1]} is of all experts of a process "
-            "together and cannot be divided; smoe consolidate leaves it out"
+            f"{self.files[rank]}: all experts of a rank share this optimizer's {name.split()[-1]}, which "
+            "cannot be divided; smoe consolidate leaves it out"
         )
 
     @functools.cached_property
@@ -157,8 +157,8 @@ class Shards:
         return [{name: tensor for name, tensor, _ in self.tensors(state)} for state in self.states]
 
     def experts(self, name: str, wanted: range) -> Tensor:
-        """Experts ``wanted`` of a stacked tensor, copied from the files that hold them."""
-        local = self.place_of(name).num_local
+        """Experts ``wanted`` of a stacked tensor, copied from the files."""
+        local = self.placement(name).num_local
         first = self.by_rank[0][name]
         result = first.new_empty(len(wanted), *first.shape[1:])
         for row, expert in enumerate(wanted):
@@ -170,34 +170,33 @@ class Shards:
         """The checkpoint of one rank under another placement.
 
         Args:
-            place: rank and world size; each layer has its own number of experts.
+            place: of which only rank and world size are used; numbers of experts differ between layers.
         """
-        taken = {
-            name: self.experts(
-                name, self.record.placement(name, place.world_size, place.rank).local
-            )
+        world_size, rank = place.world_size, place.rank
+        stacks = {
+            name: self.experts(name, self.record.placement(name, world_size, rank).local)
             for name, _, stacked in self.tensors(self.states[0])
             if stacked
         }
 
-        def placed(part: str, content: dict) -> dict:
-            return {key: taken.get(f"{part} {key}", value) for key, value in content.items()}
+        def resharded(part: str, content: dict) -> dict:
+            return {key: stacks.get(f"{part} {key}", value) for key, value in content.items()}
 
         state = dict(self.states[0])
         state["extra_state"] = extra = dict(state["extra_state"])
         for part, content in self._parts(state).items():
-            (state if part == "model" else extra)[part] = placed(part, content)
+            (state if part == "model" else extra)[part] = resharded(part, content)
         if names := self._optimized(state):
             moments = state[OPTIMIZER]["state"]
             state[OPTIMIZER] = {
                 **state[OPTIMIZER],
-                "state": {i: placed(names[i], values) for i, values in moments.items()},
+                "state": {i: resharded(names[i], values) for i, values in moments.items()},
             }
-        iterator = extra.get("train_iterator")  # not in a crash.pt
-        if iterator and "ranks" not in iterator:  # of an earlier version, in batches of each rank
-            batches = iterator["iterations_in_epoch"] * len(self.files) // place.world_size
+        iterator = extra.get("train_iterator")  # missing in a crash.pt
+        if iterator and "ranks" not in iterator:  # an earlier version counted batches of each rank
+            batches = iterator["iterations_in_epoch"] * len(self.files) // world_size
             extra["train_iterator"] = {**iterator, "iterations_in_epoch": batches}
-        state[io.RECORD] = {**state[io.RECORD], "world_size": place.world_size, "rank": place.rank}
+        state[io.RECORD] = {**state[io.RECORD], "world_size": world_size, "rank": rank}
         return state
 
 
@@ -217,17 +216,17 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
     return torch.equal(*(t.detach().reshape(-1).view(torch.uint8) for t in (one, other)))
 
 
-# What all conversions share: read the weights, check them, write one file.
+# Shared by all conversions: read the weights, check them, write one file.
 
 
 def weights_of(path: Path) -> dict:
     """The content of a checkpoint without optimizer state and EMA, its tensors checked.
 
     Args:
-        path: a file, or the name of a set of ``--expert-parallel``, whose experts are put together.
+        path: a file, or the name of a set of ``--expert-parallel``, whose experts are joined.
 
     Raises:
-        UsageError: it is missing, damaged, or no whole set; or `check_tensors` refuses its model.
+        UsageError: it is missing or damaged, or not a complete set; or as `check_tensors`.
     """
     name = io.set_name(path)
     is_set = io.rank_of(path) is not None or rank_files(name) or rank_files(name, io.PENDING)
@@ -248,16 +247,16 @@ def _without(content: Mapping, keys: Iterable[str]) -> dict:
 
 
 def check_tensors(path: Path, model: Mapping) -> None:
-    """Raise UsageError unless all tensors of a model are of finite numbers, as many as the file has."""
+    """Raise UsageError unless all tensors of a model are finite and stored completely."""
     for name, tensor in model.items():
-        # An expanded tensor could stand for more numbers than any memory holds.
+        # An expanded tensor could have more elements than fit into any memory.
         if tensor.numel() * tensor.element_size() > tensor.untyped_storage().nbytes():
             raise UsageError(f"{path}: {name} is larger than its content")
     io.check_finite(path, ((name, t) for name, t in model.items() if not name.endswith(UNSET)))
 
 
-def place_of(tensor: Tensor) -> tuple:
-    """Where a tensor is in memory: equal for tied tensors."""
+def memory_key(tensor: Tensor) -> tuple:
+    """Identifies the memory of a tensor: equal for tied tensors."""
     start = tensor.data_ptr()
     return (start, tensor.dtype, tensor.shape, tensor.stride()) if tensor.numel() else (id(tensor),)
 
@@ -271,26 +270,26 @@ def add_file_arguments(
 
 
 def add_output_arguments(parser: ArgumentParser, text: str = "file to write") -> None:
-    parser.add_argument("--output", type=_named, required=True, metavar="FILE", help=text)
+    parser.add_argument("--output", type=_output_path, required=True, metavar="FILE", help=text)
     parser.add_argument("--force", action="store_true", help="overwrite FILE")
 
 
-def _named(text: str) -> Path:
+def _output_path(text: str) -> Path:
     if not Path(text).name:
-        raise ArgumentTypeError(f"{text!r}: expected the name of what to write")
+        raise ArgumentTypeError(f"{text!r}: expected the name of a file or folder to write")
     return Path(text)
 
 
 def check_output(read: Iterable[Path], files: Iterable[Path], force: bool) -> None:
-    """Raise UsageError before any work if one of ``files`` is read, exists, or cannot be written."""
+    """Raise UsageError before any work if one of ``files`` is among ``read``, exists, or is not writable."""
     read = {file.resolve() for file in read}
     for file in files:
         if file.resolve() in read:
-            raise UsageError(f"--output: {file} is what is read; choose another name or folder")
+            raise UsageError(f"--output: {file} is the input; choose another name or folder")
         if file.is_dir():
             raise UsageError(f"--output: {file} is a folder; expected a file's name")
         if file.exists() and not force:
-            raise UsageError(f"--output: {file} is there already; --force overwrites it")
+            raise UsageError(f"--output: {file} exists already; --force overwrites it")
         folder = next(parent for parent in file.absolute().parents if os.path.exists(parent))
         if not folder.is_dir():
             raise UsageError(f"--output: {file} cannot be written: {folder} is not a folder")
@@ -299,13 +298,13 @@ def check_output(read: Iterable[Path], files: Iterable[Path], force: bool) -> No
 
 
 def write_converted(state: Mapping, output: Path, force: bool) -> None:
-    """Write a checkpoint, whole or not at all.
+    """Write a checkpoint atomically.
 
     Args:
         force: replace an existing file.
 
     Raises:
-        UsageError: a file has appeared since `check_output`, or the system refuses it.
+        UsageError: the file cannot be written, or exists although ``force`` is false.
     """
     with whole_file(output, f"--output {output}", parents=True, replace=force) as partial:
         with open(partial, "wb") as opened:
@@ -316,8 +315,8 @@ def write_set(shards: Shards, output: Path, world_size: int, force: bool) -> lis
     """Write the checkpoint, or set, for ``world_size`` ranks, all files or none; returns the files.
 
     Raises:
-        UsageError: the experts cannot be spread so, a file exists and is not to be overwritten, or the
-            system refuses a file.
+        UsageError: the experts cannot be divided among the ranks, a file exists although ``force`` is
+            false, or a file cannot be written.
     """
     try:
         for num_experts in shards.record.numbers_of_experts:
@@ -327,12 +326,12 @@ def write_set(shards: Shards, output: Path, world_size: int, force: bool) -> lis
     files = (
         [output] if world_size == 1 else [io.rank_file(output, rank) for rank in range(world_size)]
     )
-    found = [*rank_files(output).values(), *rank_files(output, io.PENDING).values()]
+    existing = [*rank_files(output).values(), *rank_files(output, io.PENDING).values()]
     read = {file.resolve() for file in shards.files}
-    if world_size == 1 and any(file.resolve() in read for file in found):
-        raise UsageError(f"--output: {output} is the name of the set that is read; choose another")
-    left_over = [file for file in found if world_size > 1 and file not in files]  # of another set
-    check_output(shards.files, [*files, *left_over], force)
+    if world_size == 1 and any(file.resolve() in read for file in existing):
+        raise UsageError(f"--output: {output} is the name of the input set; choose another")
+    other_set = [file for file in existing if world_size > 1 and file not in files]
+    check_output(shards.files, [*files, *other_set], force)
     shards.check_agreement()
     shards.check_division(world_size)
     with whole_files(files, f"--output {output}", parents=True, replace=force) as partials:
@@ -340,7 +339,7 @@ def write_set(shards: Shards, output: Path, world_size: int, force: bool) -> lis
         for place, partial in tqdm(pairs, output.name, world_size, unit=" files"):
             with open(partial, "wb") as opened:
                 torch.save(shards.state_for(place), opened)
-    for file in left_over:
+    for file in other_set:
         file.unlink()
     return files
 
@@ -360,8 +359,10 @@ def run_consolidate(args: Namespace) -> None:
         if name.is_file():
             raise UsageError(f"{name} is an ordinary checkpoint already")
         inside = ", as DIR/checkpoint_best.pt does" * name.is_dir()
-        raise UsageError(f"{io.rank_file(name, 0)} is missing: {name} stands for no set{inside}")
-    # By the file of rank 0, since an older checkpoint of the plain name may lie beside it.
+        raise UsageError(
+            f"{io.rank_file(name, 0)} is missing: {name} is not the name of a set{inside}"
+        )
+    # By the file of rank 0, since an older checkpoint may have the plain name.
     shards = Shards.open(io.rank_file(name, 0), args.optimizer_state)
     write_set(shards, args.output, 1, args.force)
     numbers = " or ".join(map(str, shards.record.numbers_of_experts))
@@ -369,7 +370,7 @@ def run_consolidate(args: Namespace) -> None:
     print(f"{args.output}: {numbers} experts per MoE layer, of {ranks} processes, update {update}")
 
 
-# ``smoe reshard``: the checkpoint for another number of processes, optimizer state included.
+# ``smoe reshard``: the checkpoint for another number of ranks, including the optimizer's state.
 
 
 def add_reshard_arguments(parser: ArgumentParser) -> None:

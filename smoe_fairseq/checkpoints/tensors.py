@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from smoe_fairseq.checkpoints.model import SIDES, known_options, plain_config
-from smoe_fairseq.checkpoints.sets import place_of, weights_of
+from smoe_fairseq.checkpoints.sets import memory_key, weights_of
 from smoe_fairseq.errors import UsageError
 from smoe_fairseq.files import whole_files
 from smoe_fairseq.models.options import SMoETransformerConfig
 
-_UNUSED = (".version", "._float_tensor")  # buffers that say nothing of the model
+_UNUSED = (".version", "._float_tensor")  # fairseq's buffers without information
 
 
 def config_file(output: Path) -> Path:
@@ -25,18 +25,18 @@ def config_file(output: Path) -> Path:
 
 
 def write_safetensors(path: Path, output: Path, force: bool, half: bool) -> None:
-    """Writes ``output`` and the JSON beside it, both or none.
+    """Write ``output`` and the JSON beside it, both or none.
 
-    The JSON has ``model``, all options; ``blocks``, the arguments of `StratifiedMoE` by the prefix of each
-    block's parameters; ``tied``, names whose tensor is another name's and is there once; and
-    ``dictionaries``, what the checkpoint says of them (words and checksum).
+    The JSON contains ``model``, all options; ``blocks``, the arguments of `StratifiedMoE` by the prefix of
+    each block's parameters; ``tied``, from a name to the name whose tensor it shares; and
+    ``dictionaries``, sizes and checksums.
 
     Args:
         force: replace existing files.
-        half: see `halved`.
+        half: see `to_half`.
 
     Raises:
-        UsageError: ``path`` cannot be read, the system refuses the files, or see `halved`.
+        UsageError: ``path`` cannot be read, the files cannot be written, or see `to_half`.
     """
     state = weights_of(path)
     options = known_options(path, state)
@@ -49,7 +49,7 @@ def write_safetensors(path: Path, output: Path, force: bool, half: bool) -> None
     }
     files = [output, config_file(output)]
     if half:
-        tensors = halved(path, tensors)
+        tensors = to_half(path, tensors)
     called = f"--output {output}"
     with whole_files(files, called, parents=True, replace=force) as (weights, config):
         save_tensors(tensors, weights)
@@ -59,26 +59,26 @@ def write_safetensors(path: Path, output: Path, force: bool, half: bool) -> None
 def blocks(config: SMoETransformerConfig) -> dict[str, dict]:
     """Arguments of the `StratifiedMoE` of each MoE layer, as plain data, by the prefix of its parameters.
 
-    A hash gate's ``hash_table`` is not among them: it is ``PREFIX.gates.0.table`` of the weights.
+    A hash gate's ``hash_table`` is not included: it is ``PREFIX.gates.0.table`` of the weights.
     """
-    found = {}
+    result = {}
     for side in SIDES:
         freq = config.moe_freq_of(side)
         for number, options in enumerate(config.moe_options(side), start=1):
             prefix = f"{side}.layers.{number * freq - 1}.moe"
             options |= {"activation_fn": str(config.activation_fn), "expert_parallel": False}
             sizes = {n: getattr(config, f"{side}_{n}") for n in ("embed_dim", "ffn_embed_dim")}
-            found[prefix] = sizes | options
-    return found
+            result[prefix] = sizes | options
+    return result
 
 
 def unique_tensors(model: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """The tensors in order, and by name those that are another one, such as tied embeddings."""
-    tensors, tied, places = {}, {}, {}
+    """The distinct tensors, and a map from the names of tied tensors to the names that represent them."""
+    tensors, tied, owners = {}, {}, {}
     for name, tensor in model.items():
         if name.endswith(_UNUSED):
             continue
-        owner = places.setdefault(place_of(tensor), name)
+        owner = owners.setdefault(memory_key(tensor), name)
         if owner == name:
             tensors[name] = tensor.contiguous()
         else:
@@ -86,30 +86,30 @@ def unique_tensors(model: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict
     return tensors, tied
 
 
-def halved(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Those in floating point as float16.
+def to_half(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors with floating-point ones as float16.
 
     Raises:
-        UsageError: a weight is too large for it.
+        UsageError: a weight is too large for float16.
     """
-    found = {n: t.half() if t.is_floating_point() else t for n, t in tensors.items()}
-    for name, tensor in found.items():
+    result = {n: t.half() if t.is_floating_point() else t for n, t in tensors.items()}
+    for name, tensor in result.items():
         if not tensor.isfinite().all():
             most = torch.finfo(torch.float16).max
             raise UsageError(f"{path}: {name} has values above {most:.0f}; leave --fp16 out")
-    return found
+    return result
 
 
 def save_tensors(tensors: dict, path: str) -> None:
-    """As the library does, with the rights of any new file; what the system says is an OSError."""
+    """safetensors' ``save_file``, with the usual permissions and with OSError for the system's errors."""
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     Path(path).touch()
-    rights = stat.S_IMODE(os.stat(path).st_mode)
+    mode = stat.S_IMODE(os.stat(path).st_mode)
     try:
         save_file(tensors, path, metadata={"format": "pt"})
-        os.chmod(path, rights)  # the library's are the owner's alone
+        os.chmod(path, mode)  # the library lets only the owner read the file
     except SafetensorError as error:
         if number := re.search(r"(?:os error|Os { code:) (\d+)", str(error)):
             raise OSError(int(number[1]), os.strerror(int(number[1]))) from None

@@ -19,7 +19,7 @@ from smoe_fairseq.checkpoints.model import (
     NORM_OPTION,
     SIDES,
     check_pre_norm,
-    of_experts,
+    is_moe_option,
     target_model,
     transformer_options,
     with_model_options,
@@ -29,30 +29,30 @@ from smoe_fairseq.host_memory import machine_memory
 from smoe_fairseq.models.options import SMoETransformerConfig, flag
 from smoe_fairseq.modules.gates.linear import draw_as_linear
 
-LATER = 0.1  # layer norms of later strata, over that of the dense model
+LATER_NORM_SCALE = 0.1  # weights of later strata's layer norms, relative to the dense model's
 _BLOCK = re.compile(r"(.+\.layers\.\d+)\.moe\.(\w+)\.?(.*)")
 _EXPERTS = {"w1": "fc1.weight", "b1": "fc1.bias", "w2": "fc2.weight", "b2": "fc2.bias"}
 
 
 def upcycle(path: Path, moe_options: Mapping, noise: float) -> dict:
-    """The content of a checkpoint that ``--finetune-from-model`` takes.
+    """The content of a checkpoint for ``--finetune-from-model``.
 
     Args:
         path: a checkpoint of a dense ``smoe_transformer`` or of fairseq's ``transformer``, pre-norm.
-        moe_options: options of `SMoETransformerConfig` about experts; the others are the checkpoint's.
-        noise: standard deviation of what is added to the experts' weights, over that of these weights.
+        moe_options: options of `SMoETransformerConfig` for experts; all others are the checkpoint's.
+        noise: standard deviation of noise added to the experts' weights, relative to that of the weights.
 
     Gates and noise are drawn by torch's default generator.
 
     Raises:
-        UsageError: the checkpoint or the options do not go with it.
+        UsageError: the checkpoint or the options are not supported.
     """
     state = sets.weights_of(path)
     options = transformer_options(path, state) | dict(moe_options)
     _check(path, SMoETransformerConfig(**options))
     try:
         target = target_model(path, options, state["model"]).state_dict()
-    except UsageError as error:  # of the flags, since the checkpoint's own settings are read above
+    except UsageError as error:  # about flags, since the checkpoint's settings were checked above
         raise error.__cause__ if isinstance(error.__cause__, UsageError) else error from None
     size, memory = 4 * sum(map(Tensor.numel, target.values())), machine_memory()
     if memory is not None and size > memory:
@@ -76,8 +76,11 @@ def _check(path: Path, config: SMoETransformerConfig) -> None:
 
 
 def _rules(config: SMoETransformerConfig) -> Iterator[tuple[str, bool, str, str]]:
-    """(option, whether copies of the FFN would not answer as it did, why, what is expected)."""
-    why = "a token's experts have to weigh one in all, so that copies of the FFN answer as it does"
+    """(option, whether its value is refused, why, what is expected).
+
+    Refused is what makes the output of a layer with copies of the FFN differ from that of the FFN.
+    """
+    why = "a token's weights have to sum to one, so that copies of the FFN compute the same"
     yield "moe_gate", config.moe_gate != "topk", why, "topk"
     yield "moe_top_k", config.moe_top_k < 2, why, "2 or more"
     unscaled = config.moe_gate_normalization == "none"
@@ -93,28 +96,28 @@ def _rules(config: SMoETransformerConfig) -> Iterator[tuple[str, bool, str, str]
     yield "moe_expert_ffn_dim", other_width, why, "0"
     default = getattr(SMoETransformerConfig, NORM_OPTION)
     other_norm = getattr(config, NORM_OPTION) != default
-    yield NORM_OPTION, other_norm, "it normalises what the dense model left as it was", default
+    yield NORM_OPTION, other_norm, "it adds layer norms that the dense model lacks", default
 
 
 def _weights(dense: dict, target: dict, scale: float, noise: float) -> dict:
-    """Weights for all names of ``target``, each made of the dense model's."""
-    made = {}
+    """Weights for all names of ``target``, from those of the dense model."""
+    weights = {}
     for name, like in target.items():
-        if (found := _BLOCK.fullmatch(name)) is None:
-            made[name] = dense[name]
+        if (match := _BLOCK.fullmatch(name)) is None:
+            weights[name] = dense[name]
             continue
-        layer, kind, part = found.groups()
+        layer, kind, part = match.groups()
         if kind == "layer_norms":
             stratum, _, parameter = part.partition(".")
             norm = dense[f"{layer}.final_layer_norm.{parameter}"]
-            made[name] = norm if stratum == "0" else norm * LATER
+            weights[name] = norm if stratum == "0" else norm * LATER_NORM_SCALE
         elif kind == "experts":
-            made[name] = _copies(dense[f"{layer}.{_EXPERTS[part]}"], len(like), noise)
-        else:  # a gate's weights, or what begins at 0: the counts of its bias, its residual
-            made[name] = torch.zeros(like.shape, dtype=like.dtype)
+            weights[name] = _copies(dense[f"{layer}.{_EXPERTS[part]}"], len(like), noise)
+        else:  # a gate's weights; its step counts and residual weights start at 0
+            weights[name] = torch.zeros(like.shape, dtype=like.dtype)
             if not name.endswith((COUNTS, "residual_weight")):
-                draw_as_linear(made[name], scale)
-    return made
+                draw_as_linear(weights[name], scale)
+    return weights
 
 
 def _copies(tensor: Tensor, number: int, noise: float) -> Tensor:
@@ -137,7 +140,7 @@ def add_upcycle_arguments(parser: ArgumentParser) -> None:
         [
             (f.name, f.type, field(default=f.default, metadata=f.metadata))
             for f in fields(SMoETransformerConfig)
-            if of_experts(f.name) and f.name != "expert_parallel"
+            if is_moe_option(f.name) and f.name != "expert_parallel"
         ],
         bases=(FairseqDataclass,),
     )
@@ -149,17 +152,17 @@ def run_upcycle(args: Namespace) -> None:
     if not (args.noise >= 0 and math.isfinite(args.noise)):
         raise UsageError(f"--noise {args.noise}: expected 0 or a positive number, such as 0.01")
     sets.check_output(files_read(args.path), [args.output], args.force)
-    given = {
+    moe_options = {
         name: v
         for name, v in vars(args).items()
-        if of_experts(name) and not (v is None or v is False)
+        if is_moe_option(name) and not (v is None or v is False)
     }
     with quietly():
         torch.manual_seed(args.seed)
-        state = upcycle(args.path, given, args.noise)
+        state = upcycle(args.path, moe_options, args.noise)
         sets.write_converted(state, args.output, args.force)
     layers = sum(name.endswith(".moe.experts.w1") for name in state["model"])
-    words = " ".join(_shown(name, value) for name, value in given.items())
+    words = " ".join(_shown(name, value) for name, value in moe_options.items())
     print(
         f"{args.output}: {layers} MoE layers, whose experts are copies of the FFNs of {args.path}"
     )

@@ -1,11 +1,11 @@
 """All changes to fairseq 0.12.2, whose files stay unmodified.
 
-`PATCHES` make it work on current Python, torch and numpy, for every fairseq command, with the plugin or
-without. Each is one function, which names what it patches; the comment above it says why. `ADDITIONS` are
-what the plugin (``--user-dir``) brings: models, criterion, and changes to training. They are listed here
-by name only: nothing in this package imports what is above it (tests/test_layers.py).
+`PATCHES` make it work on current Python, torch and numpy, for every fairseq command, with or without the
+plugin. Each is one function, which names what it patches; the comment above it says why. `ADDITIONS` are
+the modules of the plugin (``--user-dir``): models, criterion, and changes to training. They are listed by
+name, since this package must not import higher layers (tests/test_layers.py).
 
-The start-up hook loads this package without its parent. Write ``from .file import name`` in it:
+The start-up hook loads this package without its parent. Inside it, write ``from .file import name``:
 ``from . import file`` would import the parent.
 """
 
@@ -25,35 +25,33 @@ from .replacing import PATCHES, Action, when_imported
 
 __all__ = ["ADDITIONS", "PATCHES", "install", "register", "require_fairseq"]
 
-# The version of fairseq that the patches are for.
-
-FAIRSEQ_VERSION = "0.12.2"
+FAIRSEQ_VERSION = "0.12.2"  # to which the patches apply
 REMEDY = f"run `pip install --no-deps fairseq=={FAIRSEQ_VERSION}`"
 
 
 class FairseqVersionError(ImportError, UsageError):
-    """fairseq is missing or has another version; the message is one sentence with the remedy."""
+    """fairseq is missing or has another version; the message says how to install it."""
 
 
-def problem() -> str | None:
-    """One sentence on what is wrong with the installed fairseq, or None if nothing is."""
+def version_error() -> str | None:
+    """The message if fairseq is missing or has another version; else None."""
     try:
-        found = metadata.version("fairseq")
+        version = metadata.version("fairseq")
     except metadata.PackageNotFoundError:
         return f"smoe_fairseq needs fairseq {FAIRSEQ_VERSION}, which is not installed: {REMEDY}"
-    if found == FAIRSEQ_VERSION:
+    if version == FAIRSEQ_VERSION:
         return None
-    return f"smoe_fairseq needs fairseq {FAIRSEQ_VERSION}, but {found} is installed: {REMEDY}"
+    return f"smoe_fairseq needs fairseq {FAIRSEQ_VERSION}, but {version} is installed: {REMEDY}"
 
 
 def require_fairseq() -> None:
     """Raises FairseqVersionError unless the right fairseq is installed."""
-    if sentence := problem():
-        raise FairseqVersionError(sentence)
+    if message := version_error():
+        raise FairseqVersionError(message)
 
 
-# Files that register something with fairseq, or replace its functions (`replaces`). Of several in one place
-# the later one is called first.
+# Modules that register something with fairseq or replace its functions (`replaces`). If several replace one
+# function, the last one is called first.
 ADDITIONS = (
     "smoe_fairseq.criterions",
     "smoe_fairseq.models",
@@ -71,13 +69,13 @@ _installed = False
 
 
 def install(patches: Sequence[tuple[str, Action]] = PATCHES) -> None:
-    """Install the patches, once; another version of fairseq is left alone, with a warning."""
+    """Install the patches, once; another version of fairseq is not patched, with a warning."""
     global _installed
     if _installed:
         return
     _installed = True
-    if sentence := problem():  # of another version, since fairseq is being imported
-        warnings.warn(sentence, stacklevel=2)
+    if message := version_error():
+        warnings.warn(message, stacklevel=2)
         return
     for module, patch in patches:
         when_imported(module, patch)
@@ -85,5 +83,5 @@ def install(patches: Sequence[tuple[str, Action]] = PATCHES) -> None:
 
 def register() -> None:
     """Import the additions as soon as fairseq, of the right version, has been imported."""
-    if problem() is None:
+    if version_error() is None:
         when_imported("fairseq", lambda fairseq: list(map(importlib.import_module, ADDITIONS)))

@@ -1,6 +1,6 @@
-"""Refuses values of fairseq's own options that it would take, and train something else than was meant.
+"""Refuses invalid values that fairseq accepts for its own options.
 
-For fairseq 0.12.2 on any Python. A negative ``--max-update`` saves an untrained model, NaN as a bound is
+For fairseq 0.12.2 on any Python. A negative ``--max-update`` saves an untrained model, a limit of NaN is
 never reached, and a mistyped ``--restore-file`` trains from the beginning.
 """
 
@@ -14,18 +14,18 @@ from smoe_fairseq.files import rank_files
 
 from .patches import is_fairseq_command
 from .replacing import patches
-from .safe_load import check_there, evaluate
+from .safe_load import check_exists, evaluate
 
 logger = logging.getLogger(__name__)
 
-_LARGEST = 2**63 - 1  # of what becomes a C integer
-_BOUNDS = {  # lowest and highest value of options, of each of them where it is a list
+_MAX_INT = 2**63 - 1
+_BOUNDS = {  # lowest and highest values of options, or of the elements if an option is a list
     (0, 2**32 - 1): "common.seed",
     (0.01, math.inf): "task.sampling_temperature",
-    (-1, _LARGEST): "dataset.batch_size dataset.batch_size_valid",  # -1: no limit
-    (0, _LARGEST): "dataset.num_workers optimization.max_epoch optimization.max_update "
+    (-1, _MAX_INT): "dataset.batch_size dataset.batch_size_valid",  # -1: no limit
+    (0, _MAX_INT): "dataset.num_workers optimization.max_epoch optimization.max_update "
     "lr_scheduler.warmup_updates",
-    (1, _LARGEST): "common.log_interval dataset.max_tokens dataset.max_tokens_valid "
+    (1, _MAX_INT): "common.log_interval dataset.max_tokens dataset.max_tokens_valid "
     "dataset.required_batch_size_multiple distributed_training.distributed_world_size "
     "optimization.update_freq generation.beam generation.nbest",
     (-1e6, 1e6): "generation.lenpen generation.unkpen generation.temperature",
@@ -36,7 +36,7 @@ _BOUNDS = {  # lowest and highest value of options, of each of them where it is 
 
 @patches("fairseq.dataclass.utils:convert_namespace_to_omegaconf")
 def check_generation(original, args):
-    """``fairseq-generate`` does its work without `call_main`."""
+    """For commands that do not use `call_main`, such as ``fairseq-generate``."""
     cfg = original(args)
     if is_fairseq_command() and cfg.get("optimizer") is None:
         check_options(cfg)
@@ -46,8 +46,9 @@ def check_generation(original, args):
 @patches("fairseq.distributed.utils:call_main")
 def check_values(call_main, cfg, *others, **options):
     check_options(cfg)
-    where = cfg.distributed_training
-    if where.distributed_init_method and not (where.distributed_no_spawn or cfg.common.tpu):
+    distributed = cfg.distributed_training
+    spawns = not (distributed.distributed_no_spawn or cfg.common.tpu)
+    if distributed.distributed_init_method and spawns:
         import torch
 
         if not torch.cuda.device_count():
@@ -59,18 +60,18 @@ def check_values(call_main, cfg, *others, **options):
 
 
 def check_options(cfg) -> None:
-    """Raise UsageError for what a config of fairseq says that no command can do."""
+    """Raise UsageError for invalid values in a config of fairseq."""
     for name, (lowest, highest) in ((n, b) for b, names in _BOUNDS.items() for n in names.split()):
-        given = _value(cfg, name)
-        values = [given] if isinstance(given, int | float) else given
+        value = _value(cfg, name)
+        values = [value] if isinstance(value, int | float) else value
         if values is not None and not (values and all(lowest <= v <= highest for v in values)):
             flag = "--" + name.partition(".")[2].replace("_", "-")
-            shown = given if values is not given else ",".join(map(str, values)) or "''"
+            shown = value if values is not value else ",".join(map(str, values)) or "''"
             top = f" and at most {highest}" if values and max(values) > highest else ""
             raise UsageError(f"{flag} {shown}: expected a number of at least {lowest}{top}")
     best, beam = (_value(cfg, f"generation.{name}") for name in ("nbest", "beam"))
     if best is not None and best > beam:
-        raise UsageError(f"--nbest {best}: expected at most as many as --beam {beam}")
+        raise UsageError(f"--nbest {best}: expected at most --beam {beam}")
     window, sample = _value(cfg, "eval_lm.context_window"), _value(cfg, "task.tokens_per_sample")
     if window and window >= sample:
         raise UsageError(
@@ -78,41 +79,42 @@ def check_options(cfg) -> None:
         )
     betas = _value(cfg, "optimizer.adam_betas")
     if betas is not None and not _are_betas(betas):
-        raise UsageError(f"--adam-betas {betas}: expected two numbers below 1: '(0.9, 0.98)'")
+        raise UsageError(f"--adam-betas {betas}: expected two numbers below 1, as '(0.9, 0.98)'")
     overrides = _value(cfg, "common_eval.model_overrides")
     if isinstance(overrides, str) and not isinstance(_literal(overrides), dict):
         example = "\"{'smoe_exit_bias': 0.5}\""
         raise UsageError(f"--model-overrides {overrides}: expected a dictionary, as {example}")
     metric = _value(cfg, "checkpoint.best_checkpoint_metric")
     if metric in ("bleu", "chrf"):
-        translated = _value(cfg, "criterion.validate_sentences")
-        other = metric == "bleu" and _value(cfg, "task.eval_bleu") is not False
-        greatest = _value(cfg, "checkpoint.maximize_best_checkpoint_metric")
-        for flags, are_there in (
-            (f"--validate-sentences{' or --eval-bleu' * (metric == 'bleu')}", translated or other),
-            ("--maximize-best-checkpoint-metric", greatest),
+        translates = _value(cfg, "criterion.validate_sentences")
+        if metric == "bleu":
+            translates = translates or _value(cfg, "task.eval_bleu") is not False
+        maximizes = _value(cfg, "checkpoint.maximize_best_checkpoint_metric")
+        for flags, are_set in (
+            (f"--validate-sentences{' or --eval-bleu' * (metric == 'bleu')}", translates),
+            ("--maximize-best-checkpoint-metric", maximizes),
         ):
-            if not are_there:
+            if not are_set:
                 raise UsageError(f"--best-checkpoint-metric {metric}: expected it with {flags}")
-    if cfg.get("optimizer") is not None:
-        for flag in ("finetune-from-model", "continue-once"):  # fairseq would begin anew
-            begin = _value(cfg, f"checkpoint.{flag.replace('-', '_')}")
-            if begin and os.path.isdir(begin):
-                raise UsageError(f"--{flag} {begin} is a folder: expected a checkpoint in it")
-        if rank_files(begin := _value(cfg, "checkpoint.finetune_from_model") or ""):
-            check_there(begin)
+    if cfg.get("optimizer") is not None:  # else fairseq would silently start anew
+        for flag in ("finetune-from-model", "continue-once"):
+            start = _value(cfg, f"checkpoint.{flag.replace('-', '_')}")
+            if start and os.path.isdir(start):
+                raise UsageError(f"--{flag} {start} is a folder: expected a checkpoint in it")
+        if rank_files(start := _value(cfg, "checkpoint.finetune_from_model") or ""):
+            check_exists(start)
         last = os.path.join(cfg.checkpoint.save_dir, "checkpoint_last.pt")
-        begin = _value(cfg, "checkpoint.continue_once")
-        if begin and not (os.path.exists(last) or rank_files(last)):
-            check_there(begin)  # fairseq would begin anew without it
+        start = _value(cfg, "checkpoint.continue_once")
+        if start and not (os.path.exists(last) or rank_files(last)):
+            check_exists(start)
         _check_restored(_value(cfg, "checkpoint.restore_file"), cfg.checkpoint.save_dir)
 
 
 def _check_restored(file: str, save_dir: str) -> None:
-    """Raise UsageError where ``--restore-file`` is missing and its name is likely to be mistyped.
+    """Raise UsageError if ``--restore-file`` is missing and its name is probably mistyped.
 
-    fairseq's users write ``--restore-file x.pt`` for a new run: a name without a folder, and unlike that
-    of any file.
+    fairseq's users write ``--restore-file x.pt`` for a new run, with a name that has no folder and is not
+    similar to that of any file.
     """
     if file == "checkpoint_last.pt" or "://" in file or os.path.isfile(file) or rank_files(file):
         return
@@ -128,13 +130,13 @@ def _check_restored(file: str, save_dir: str) -> None:
 
 
 def _value(cfg, name: str):
-    """Of an option, ``group.name``, where the config has it; groups are configs or name spaces."""
+    """The value of an option ``group.name``, or None; groups are configs or namespaces."""
     group, _, option = name.partition(".")
     return getattr(cfg.get(group), option, None)
 
 
 def _literal(value):
-    """What a text stands for; None if that is no plain data."""
+    """The value of a literal; None if the text is not a literal."""
     with suppress(ValueError):
         return evaluate(value)
 

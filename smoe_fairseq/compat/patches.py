@@ -1,4 +1,4 @@
-"""Patches of fairseq's commands, options and models: what runs before and around training."""
+"""Patches of fairseq's commands, options and models."""
 
 import argparse
 import functools
@@ -27,11 +27,10 @@ logger = logging.getLogger(__name__)
 
 # Lets fairseq's dataclasses hold instances of each other as defaults.
 #
-# For fairseq 0.12.2 on Python 3.11 and later. There ``@dataclass`` refuses a default value without
-# ``__hash__`` ("mutable default ... is not allowed"), which every plain dataclass instance is, and
-# ``fairseq.dataclass.configs.FairseqConfig`` is made of such defaults, so ``import fairseq`` fails. fairseq
-# never changes these defaults in place; giving its dataclasses, and those that plugins derive from them, a
-# hash is all it takes.
+# For fairseq 0.12.2 on Python 3.11 and later, where ``@dataclass`` refuses default values without
+# ``__hash__`` ("mutable default ... is not allowed"). Instances of plain dataclasses have none, and they are
+# the defaults in ``fairseq.dataclass.configs.FairseqConfig``, so ``import fairseq`` fails. fairseq never
+# changes these defaults in place, so its dataclasses, and those that plugins derive from them, get a hash.
 
 
 @patches("dataclasses")
@@ -47,16 +46,15 @@ def hash_dataclasses(dataclasses: ModuleType) -> None:
             options.setdefault("unsafe_hash", True)
         return original(cls, **options)
 
-    # torch 2.6 reads the names of the options there (torch/distributed/tensor/placement_types.py).
+    # torch 2.6 reads them (torch/distributed/tensor/placement_types.py).
     dataclass.__kwdefaults__ = original.__kwdefaults__
     dataclasses.dataclass = dataclass
 
 
-# Drops warnings about how fairseq calls torch.jit and hydra, some forty lines at every command's start.
+# Drops warnings about fairseq's calls of torch.jit and hydra, some forty lines at every command's start.
 #
-# For fairseq 0.12.2 on torch 2.14 and hydra 1.1, and later. They name old functions and headers inside
-# fairseq, which work all the same, and a user can do nothing about them. Errors, and warnings from anywhere
-# else, are untouched.
+# For fairseq 0.12.2 on torch 2.14 and hydra 1.1, and later. They concern old functions and headers inside
+# fairseq, which still work, and users cannot change them.
 
 
 @patches("torch.jit")
@@ -73,23 +71,23 @@ def quiet_hydra(original, args):
         return original(args)
 
 
-# This package is one plugin, by whatever name of its folder (a link) ``--user-dir`` has it.
+# Lets ``--user-dir`` name a link to this package.
 #
-# For fairseq 0.12.2 on any Python, which imports it once more and cannot register a model twice.
+# For fairseq 0.12.2 on any Python, which would import the package twice and cannot register a model twice.
 
 
 @patches("fairseq.utils:import_user_module")
 def import_by_own_name(original, args):
-    folder, own = getattr(args, "user_dir", None), os.path.dirname(os.path.dirname(__file__))
-    if folder and os.path.exists(folder) and os.path.samefile(folder, own):
-        args = Namespace(user_dir=own)
+    folder, package = getattr(args, "user_dir", None), os.path.dirname(os.path.dirname(__file__))
+    if folder and os.path.exists(folder) and os.path.samefile(folder, package):
+        args = Namespace(user_dir=package)
     original(args)
 
 
-# Lets ``fairseq-hydra-train common.user_dir=... model=...`` choose what a plugin registers.
+# Lets ``fairseq-hydra-train common.user_dir=... model=...`` select models and criteria of a plugin.
 #
-# For fairseq 0.12.2 on any hydra. It imports the plugin only after hydra has composed the config, when
-# ``model=`` and ``criterion=`` had to be known already; here it is imported first.
+# For fairseq 0.12.2 on any hydra. It imports the plugin only after hydra has composed the config, for which
+# ``model=`` and ``criterion=`` have to be known; here it is imported first.
 
 
 @patches("fairseq.dataclass.initialize:hydra_init")
@@ -103,29 +101,28 @@ def import_user_dir_first(original, *others, **options):
     return original(*others, **options)
 
 
-# One line for bad input of a fairseq command, where Python would print a stack trace.
+# One line instead of a stack trace for bad input of a fairseq command.
 #
-# For whatever bad input raises in fairseq itself and in this package (`smoe_fairseq.errors.one_line`);
-# ``SMOE_DEBUG=1`` shows the stack trace. In any other program (a notebook, a script that calls
-# ``train.main``) these are exceptions like others.
+# For errors of fairseq and of this package (`smoe_fairseq.errors.one_line`); ``SMOE_DEBUG=1`` shows the
+# stack trace. Other programs (a notebook, a script that calls ``train.main``) get ordinary exceptions.
 
 
 @patches("fairseq.distributed.utils")
 def end_commands_with_sentence(utils: ModuleType) -> None:
-    """Most commands do their work in ``call_main``; others, and reading the options, have the hook."""
+    """Most commands run in ``call_main``; the hook is for the others, and for parsing options."""
     for name in ("call_main", "distributed_main"):
         replace(utils, name, _in_command)
     previous = sys.excepthook
 
-    def print_sentence(kind, error, trace):
-        words = "interrupted" if isinstance(error, KeyboardInterrupt) else one_line(error)
-        if words is None or not is_fairseq_command():
+    def print_line(kind, error, trace):
+        message = "interrupted" if isinstance(error, KeyboardInterrupt) else one_line(error)
+        if message is None or not is_fairseq_command():
             previous(kind, error, trace)
         else:
             show_trace(error)
-            print(f"error: {words}", file=sys.stderr)
+            print(f"error: {message}", file=sys.stderr)
 
-    sys.excepthook = print_sentence
+    sys.excepthook = print_line
 
 
 def _in_command(function: Callable, *arguments, **options):
@@ -134,7 +131,7 @@ def _in_command(function: Callable, *arguments, **options):
 
 
 def is_fairseq_command() -> bool:
-    """Whether the program of this process is one of fairseq's, by whatever it was started."""
+    """Whether this process runs a command of fairseq, however it was started."""
     main = sys.modules["__main__"]
     folder, file = os.path.split(getattr(main, "__file__", None) or "")
     spec = getattr(main, "__spec__", None)
@@ -144,9 +141,9 @@ def is_fairseq_command() -> bool:
 
 # Lets ``--bf16`` train on the GPU or the CPU.
 #
-# For fairseq 0.12.2 on any Python. Its command line takes ``--bf16`` as a request for a TPU and stops with
-# "'NoneType' object has no attribute 'xla_device'" where torch_xla is not installed. Here ``--bf16`` asks
-# for a TPU only where torch_xla is installed, or where the user wrote ``--tpu``.
+# For fairseq 0.12.2 on any Python. Its command line implies ``--tpu`` from ``--bf16`` and fails with
+# "'NoneType' object has no attribute 'xla_device'" if torch_xla is not installed. Here ``--bf16`` implies
+# ``--tpu`` only if torch_xla is installed.
 
 
 @patches("fairseq.options:parse_args_and_arch")
@@ -161,7 +158,7 @@ def keep_bf16_off_tpu(original, parser, input_args=None, *others, **options):
     return parsed
 
 
-# One line for a flag that is mistyped, with the one that it is nearly like.
+# One line for a mistyped flag, with a suggestion.
 #
 # For fairseq 0.12.2 on any Python, which prints all its flags first.
 
@@ -173,51 +170,52 @@ def end_parsing_with_line(original, *arguments, **options):
     return parser
 
 
-# ``fairseq-validate`` without ``--task`` validates with the task that the checkpoint was trained with.
+# ``fairseq-validate`` without ``--task`` uses the task of the checkpoint.
 #
-# For fairseq 0.12.2 on any Python, which has no default there and ends in ``KeyError: None``. The task of
-# the command line decides which flags there are; what is validated is the checkpoint's task in any case.
+# For fairseq 0.12.2 on any Python, which has no default and ends in ``KeyError: None``. ``--task`` only
+# decides which flags exist; the checkpoint's task is used in any case.
 
 
-def _set_task(parser: argparse.ArgumentParser, given: Namespace) -> None:
-    """The parser's default for ``--task``, where it has none and no task is given."""
+def _set_task(parser: argparse.ArgumentParser, args: Namespace) -> None:
+    """Set the parser's default for ``--task``, if it has none and the flag is missing."""
     from fairseq.checkpoint_utils import load_checkpoint_to_cpu
     from fairseq.tasks import TASK_REGISTRY
 
     has_task = any(action.dest == "task" for action in parser._actions)
-    if given.task or given.help or not has_task or parser.get_default("task"):
+    if args.task or args.help or not has_task or parser.get_default("task"):
         return
-    if not given.path:
+    if not args.path:
         raise UsageError("--path is missing: expected the checkpoint to validate")
-    saved = load_checkpoint_to_cpu(given.path)["cfg"].task
+    saved = load_checkpoint_to_cpu(args.path)["cfg"].task
     task = getattr(saved, "_name", None) or getattr(saved, "task", None)
     if task is None:
-        raise UsageError(f"{given.path} does not say of what task it is: expected --task")
+        raise UsageError(f"{args.path} does not name its task: expected --task")
     if task not in TASK_REGISTRY:
-        raise UsageError(_lacking("task", task))
+        raise UsageError(_unregistered("task", task))
     parser.set_defaults(task=task)
 
 
 @patches("fairseq.options:parse_args_and_arch")
-def take_task_of_checkpoint(original, parser, input_args=None, *others, **options):
-    """And look at the ``--arch`` that is given, both before arguments are parsed."""
+def use_task_of_checkpoint(original, parser, input_args=None, *others, **options):
+    """Set ``--task`` and check ``--arch`` before arguments are parsed."""
     from fairseq.utils import import_user_module
 
-    words = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    early = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     for flags in (["--user-dir"], ["--task"], ["--path"], ["--arch", "-a"]):
-        words.add_argument(*flags, nargs="?")
-    words.add_argument("-h", "--help", action="store_true")
-    given, _ = words.parse_known_args(input_args)
-    import_user_module(given)
-    _set_task(parser, given)
-    _check_arch(given)
+        early.add_argument(*flags, nargs="?")
+    early.add_argument("-h", "--help", action="store_true")
+    args, _ = early.parse_known_args(input_args)
+    import_user_module(args)
+    _set_task(parser, args)
+    _check_arch(args.arch)
     return original(parser, input_args, *others, **options)
 
 
-# One sentence for a checkpoint whose model or task fairseq does not have, as without ``--user-dir``.
+# An error message for a checkpoint whose model or task is not registered, for example without
+# ``--user-dir``.
 #
-# For fairseq 0.12.2 on any Python. It ends in ``KeyError: '_name'`` while it puts its own message together,
-# or in an AssertionError with all settings of the task.
+# For fairseq 0.12.2 on any Python. It ends in ``KeyError: '_name'`` while it composes its own message, or in
+# an AssertionError with all settings of the task.
 
 
 _OURS = "smoe_"
@@ -225,9 +223,8 @@ _OURS = "smoe_"
 
 @patches("fairseq.models:build_model")
 def name_unknown_model(original, cfg, *others, **options):
-    """Of commands that build the checkpoint's model."""
-    if sentence := _problem(getattr(cfg, "_name", None) or getattr(cfg, "arch", None)):
-        raise UsageError(sentence)
+    if message := _model_error(getattr(cfg, "_name", None) or getattr(cfg, "arch", None)):
+        raise UsageError(message)
     return original(cfg, *others, **options)
 
 
@@ -237,50 +234,48 @@ def name_unknown_task(original, cfg, **options):
 
     name = getattr(cfg, "task", None) or getattr(cfg, "_name", None)
     if isinstance(name, str) and name not in TASK_REGISTRY:
-        raise UsageError(_lacking("task", name))
+        raise UsageError(_unregistered("task", name))
     return original(cfg, **options)
 
 
-def _check_arch(given: Namespace) -> None:
-    """Of ``fairseq-train --arch``, whose own answer is a list of some two hundred."""
+def _check_arch(arch: str | None) -> None:
+    """For ``fairseq-train --arch``: fairseq's message lists some two hundred names."""
     from fairseq.models import ARCH_MODEL_REGISTRY
 
-    if sentence := _problem(given.arch):
-        near = nearest(given.arch, ARCH_MODEL_REGISTRY, cutoff=0)
-        lacks_ours = given.arch.startswith(_OURS) and not near.startswith(_OURS)
-        raise UsageError(
-            f"--arch {given.arch}: {sentence if lacks_ours else f'did you mean {near}?'}"
-        )
+    if message := _model_error(arch):
+        near = nearest(arch, ARCH_MODEL_REGISTRY, cutoff=0)
+        lacks_ours = arch.startswith(_OURS) and not near.startswith(_OURS)
+        raise UsageError(f"--arch {arch}: {message if lacks_ours else f'did you mean {near}?'}")
 
 
-def _problem(name: str | None) -> str | None:
+def _model_error(name: str | None) -> str | None:
     from fairseq.models import ARCH_MODEL_REGISTRY, MODEL_DATACLASS_REGISTRY
 
     if not name or name in ARCH_MODEL_REGISTRY or name in MODEL_DATACLASS_REGISTRY:
         return None
-    return _lacking("model", name)
+    return _unregistered("model", name)
 
 
-def _lacking(kind: str, name: str) -> str:
+def _unregistered(kind: str, name: str) -> str:
     if not is_fairseq_command():
         flag = "arch" if kind == "model" else kind
         return f"--{flag} {name}: of another plugin; fairseq's commands have it with --user-dir"
-    where = "the plugin that it is from"
+    plugin = f"the plugin of {name}"
     if str(name).startswith(_OURS):
-        where = "$(smoe path), or your own plugin with `import smoe_fairseq` in its __init__.py"
-    return f"--user-dir is missing or another, since fairseq has no {kind} {name}: expected {where}"
+        plugin = "$(smoe path), or your own plugin with `import smoe_fairseq` in its __init__.py"
+    return f"--user-dir is missing or wrong, since fairseq has no {kind} {name}: expected {plugin}"
 
 
-# A model of ``translation_multi_simple_epoch`` translates by fairseq's interface for Python, too.
+# Lets models of ``translation_multi_simple_epoch`` translate through fairseq's Python interface.
 #
-# For fairseq 0.12.2 on any Python. ``GeneratorHubInterface`` gives every task's ``build_generator`` an
-# argument that this one's lacks, so any translation ends in a TypeError; it is None unless it is asked for.
+# For fairseq 0.12.2 on any Python. ``GeneratorHubInterface`` passes an argument to every task's
+# ``build_generator`` that this task does not accept, so translation ends in a TypeError.
 
 
 @patches(
     "fairseq.tasks.translation_multi_simple_epoch:TranslationMultiSimpleEpochTask.build_generator"
 )
-def take_prefix_function(original, *arguments, prefix_allowed_tokens_fn=None, **options):
+def accept_prefix_function(original, *arguments, prefix_allowed_tokens_fn=None, **options):
     if prefix_allowed_tokens_fn is not None:
         raise NotImplementedError("prefix_allowed_tokens_fn")
     return original(*arguments, **options)
@@ -288,22 +283,21 @@ def take_prefix_function(original, *arguments, prefix_allowed_tokens_fn=None, **
 
 # Keeps fairseq's stock encoder layer off torch's fused inference kernel.
 #
-# For fairseq 0.12.2 on torch 1.13 and later. A post-norm layer that has been loaded from a checkpoint calls
-# ``torch._transformer_encoder_layer_fwd`` in evaluation, with the arguments of an older torch: today a
-# batch with padding stops with "Mask Type should be defined". Without the kernel the layer computes the
-# same function by its ordinary code.
+# For fairseq 0.12.2 on torch 1.13 and later. A post-norm layer that was loaded from a checkpoint calls
+# ``torch._transformer_encoder_layer_fwd`` in evaluation, with the arguments of an older torch, so a batch
+# with padding fails with "Mask Type should be defined". The layer's ordinary code computes the same.
 
 
 @patches("fairseq.modules.transformer_layer:TransformerEncoderLayerBase._load_from_state_dict")
 def avoid_fast_path(original, layer, *arguments):
     original(layer, *arguments)
-    layer.load_to_BT = False  # fairseq's own switch, which loading has just turned on
+    layer.load_to_BT = False  # fairseq's switch, which loading turns on
 
 
-# Keeps the routing metrics of each block and stratum off the console's lines.
+# Leaves the routing metrics of each block and stratum out of the console's lines.
 #
 # For fairseq 0.12.2 on any Python. Its progress bars print every metric, and a large model has a hundred of
-# these, named ``encoder.layer.1/...``; TensorBoard, Weights & Biases and lines in JSON have them all.
+# these, named ``encoder.layer.1/...``. TensorBoard, Weights & Biases and the JSON log contain them all.
 
 
 @patches("fairseq.logging.progress_bar:BaseProgressBar._format_stats")

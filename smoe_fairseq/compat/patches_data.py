@@ -16,14 +16,13 @@ from .replacing import patches
 
 # Refuses kinds of data sets whose code fails, or runs a shell.
 #
-# For fairseq 0.12.2 on any Python. Training reads past the cache of those in the older format (``lazy``,
-# ``cached``), and ``fasta`` pastes the file's name, which a checkpoint's config may say, into a line of
-# shell.
+# For fairseq 0.12.2 on any Python. Training reads past the cache of the older formats (``lazy``,
+# ``cached``), and ``fasta`` inserts the file's name, which may come from a checkpoint, into a shell command.
 
 
 @patches("fairseq.data.indexed_dataset")
 def refuse_older_kinds(indexed_dataset: ModuleType) -> None:
-    """In commands alone: fairseq's own classes read and write these well enough for other programs."""
+    """Only in fairseq's commands: other programs may use these classes."""
     for kind in (indexed_dataset.IndexedDataset, indexed_dataset.IndexedDatasetBuilder):
         kind.__new__ = staticmethod(_make)
 
@@ -41,14 +40,14 @@ def _make(cls: type, path: str = "", *_, **__):
 
 # Joins the bytes of sentencepiece's byte fallback to characters.
 #
-# For fairseq 0.12.2 on any Python, which leaves ``<0xE2> <0x82> <0xAC>`` in its output as it is. Only whole
-# pieces are bytes: a text that has these letters is of other pieces.
+# For fairseq 0.12.2 on any Python, which leaves ``<0xE2> <0x82> <0xAC>`` in its output. Only whole pieces
+# are bytes: if a text contains these characters, they are parts of other pieces.
 
 _BYTES = re.compile(r"(?:(?<!\S)<0x[0-9A-F]{2}>(?:\s+|$))+")
 
 
 def join_bytes(pieces: str) -> str:
-    """Pieces with blanks between them, with each run of bytes as one piece."""
+    """The pieces, separated by blanks, with each run of bytes as one piece."""
     if "<0x" not in pieces:
         return pieces
 
@@ -69,11 +68,11 @@ def join_bytes_of_pieces(original, encoder, pieces):
     return original(encoder, join_bytes(pieces))
 
 
-# Names the dictionary or data file that cannot be used, and refuses a pipe or a device in its place.
+# Names the dictionary or data file that cannot be used, and refuses pipes and devices.
 #
-# For fairseq 0.12.2 on any Python. It says what is wrong in a line of a dictionary, but not in which; opens
-# whatever has the name, and waits for ever for a pipe's writer; and its ``__del__`` closes data files that
-# were never opened, with a stack trace below the first error.
+# For fairseq 0.12.2 on any Python. Its messages about a dictionary's lines do not name the dictionary; it
+# waits for ever for the writer of a pipe; and its ``__del__`` closes data files that were never opened,
+# which prints a stack trace after the first error.
 
 
 @patches("fairseq.data.indexed_dataset:MMapIndexedDataset._do_init")
@@ -107,18 +106,17 @@ def name_dictionary(original, cls, f):
     with naming_file(f, "it"):
         try:
             loaded = original(cls, f)
-        except RuntimeError as error:  # a word that is there twice
+        except RuntimeError as error:  # a duplicate word
             raise ValueError(str(error)) from None
         if any(symbol.startswith("\ufeff") for symbol in loaded.symbols):
             raise ValueError("begins with a byte order mark")
         return loaded
 
 
-# Gives fairseq's modules the names that newer libraries lack.
+# Gives fairseq's modules functions that newer libraries lack, without changing the libraries.
 #
 # For fairseq 0.12.2 and bitarray 3, whose ``util.rindex`` is a method now (``--dataset-impl huffman``), and
-# numpy 2, which has no ``np.compat.long`` (language models with ``--sample-break-mode eos``). The libraries
-# stay as they are for everybody else.
+# numpy 2, which has no ``np.compat.long`` (language models with ``--sample-break-mode eos``).
 
 
 @patches("fairseq.data.huffman.huffman_coder")
@@ -136,8 +134,8 @@ def keep_long(module: ModuleType) -> None:
 
 # Scores all of a text or none of it.
 #
-# For fairseq 0.12.2 on any Python. ``fairseq-eval-lm`` skips blocks that are longer than the model takes,
-# and prints the perplexity of the rest as that of the text.
+# For fairseq 0.12.2 on any Python. ``fairseq-eval-lm`` skips blocks that are too long for the model, and
+# prints the perplexity of the rest as that of the text.
 
 
 @patches("fairseq.tasks.language_modeling:LanguageModelingTask.eval_lm_dataloader")
@@ -146,15 +144,17 @@ def check_block_size(original, task, dataset, *arguments, **options):
     if most and task.args.sample_break_mode in (None, "none"):
         if max(dataset.sizes, default=0) + window > most:
             size = task.args.tokens_per_sample + window
-            raise UsageError(f"--tokens-per-sample {size}: the model takes at most {most}")
+            raise UsageError(
+                f"--tokens-per-sample {size}: expected at most {most}, the model's limit"
+            )
     return original(task, dataset, *arguments, **options)
 
 
 # Resumes exactly with ``--virtual-epoch-size``.
 #
-# For fairseq 0.12.2 on any Python. It draws the order of a pass over the data, which is several virtual
-# epochs, with the number of its first epoch, but with that of the resumed epoch where a run is resumed
-# within a pass.
+# For fairseq 0.12.2 on any Python. A pass over the data takes several virtual epochs. The seed of its order
+# is the number of the first of them, but fairseq uses that of the resumed epoch if a run resumes within a
+# pass.
 
 
 @patches(
@@ -170,17 +170,16 @@ def draw_by_first_epoch(original, data, epoch):
 # Ends data-loading processes together with their iterator.
 #
 # For fairseq 0.12.2 on any torch. `EpochBatchIterator` refers to the sampler of its batches, and the
-# sampler, by a bound method, to it. Because of this cycle, an unused iterator stays, with its processes,
-# until the garbage collector runs; then Python closes their queues first, and torch waits five seconds
-# before it kills them. Every validation leaves some behind, every translated direction, and with ``--task
+# sampler, by a bound method, to the iterator. Because of this cycle, an unused iterator and its processes
+# live until the garbage collector runs; then Python closes their queues first, and torch waits five seconds
+# before it kills them. Every validation and every translated direction creates some, and with ``--task
 # translation_multi_simple_epoch`` every epoch. With a weak reference they end within milliseconds. Only the
 # iterator itself calls the method, so the reference is alive.
 
 
 @patches("fairseq.data.iterators:FrozenBatchSampler.__init__")
 def end_loading_processes(original, sampler, ordered_batches, *arguments, **options):
-    """`FrozenBatchSampler` does not keep the iterator that has made it."""
     if inspect.ismethod(ordered_batches):
         method = weakref.WeakMethod(ordered_batches)
-        ordered_batches = lambda *given: method()(*given)  # noqa: E731
+        ordered_batches = lambda *arguments: method()(*arguments)  # noqa: E731
     original(sampler, ordered_batches, *arguments, **options)

@@ -14,11 +14,11 @@ logger = logging.getLogger(__name__)
 # Lets ``--cpu`` and the stock encoder train over several processes with ``--ddp-backend pytorch_ddp``,
 # fairseq's default.
 #
-# For fairseq 0.12.2 on any torch. It names a GPU to torch's wrapper even where the model is on the CPU, and
+# For fairseq 0.12.2 on any torch. It passes a GPU to torch's wrapper even if the model is on the CPU, which
 # the wrapper refuses ("device_ids and output_device arguments only work with ... GPU modules"). And its
-# encoder layer keeps copies of its weights for torch's fused kernel, parameters that no gradient ever
-# reaches, over which the wrapper ends the second update ("Expected to have finished reduction in the prior
-# iteration"): it is told to leave these alone, since nothing computes with them.
+# encoder layer has copies of its weights for torch's fused kernel, which never get gradients, so the wrapper
+# fails at the second update ("Expected to have finished reduction in the prior iteration"); here the wrapper
+# ignores these parameters.
 
 
 STOCK_LAYER_COPIES = [
@@ -39,12 +39,11 @@ def wrap_any_model(wrapper, module, device_ids=None, output_device=None, **optio
     return wrapper(module, device_ids, output_device, **options)
 
 
-# Lets half precision go on after an overflow where there is no GPU.
+# Lets half precision continue after an overflow without a GPU.
 #
-# For fairseq 0.12.2 on any torch. Its trainer skips an update whose gradients overflow, and then makes a
-# norm of 0 ``.cuda()``, whatever it trains on, which ends in "Torch not compiled with CUDA enabled". The
-# loss scale starts high and comes down by such overflows, so ``--fp16 --cpu`` seldom got past its first
-# updates.
+# For fairseq 0.12.2 on any torch. Its trainer skips an update whose gradients overflow, and then calls
+# ``.cuda()`` on a norm of 0 on any device, which fails with "Torch not compiled with CUDA enabled". The loss
+# scale starts high and is lowered by such overflows, so ``--fp16 --cpu`` mostly fails at the first updates.
 
 
 @patches("fairseq.trainer:Trainer.train_step")
@@ -63,10 +62,9 @@ def skip_overflow_on_cpu(original, *arguments, **options):
 
 # Lets fairseq find the module whose output is NaN.
 #
-# For fairseq 0.12.2 on any torch. When a gradient is NaN it runs the batch again with hooks on every
-# module, backward ones of a kind that torch has deprecated: for an encoder, whose output is a dictionary of
-# lists, they end in StopIteration, which hides the cause. Forward hooks find the module as well, and the
-# norms of all gradients are logged in any case.
+# For fairseq 0.12.2 on any torch. If a gradient is NaN, it repeats the batch with hooks on every module.
+# Its backward hooks, of a deprecated kind, raise StopIteration for an encoder, whose output is a dictionary
+# of lists, and so hide the cause. Forward hooks find the module as well.
 
 
 @patches("fairseq.nan_detector:NanDetector.add_hooks")
@@ -74,18 +72,18 @@ def hook_forward_only(_, detector, module):
     detector.fhooks.append(module.register_forward_hook(detector.fhook_fn))
 
 
-# Recomputes checkpointed activations in the types that they had.
+# Recomputes checkpointed activations in their original types.
 #
-# For fairseq 0.12.2 on any torch. Its activation checkpointing runs a layer again in the backward pass, but
-# outside the autocast context of the forward pass: in float32, where half precision was recorded. The
-# gradients are then of other activations, and a gate may choose other experts than it did.
+# For fairseq 0.12.2 on any torch. Its activation checkpointing recomputes a layer in the backward pass, but
+# outside the autocast context of the forward pass: in float32 instead of half precision. The gradients are
+# then those of other activations, and a gate may choose other experts.
 
 
 @patches("fairseq.modules.checkpoint_activations:CheckpointFunction.forward")
 def keep_autocast(original, ctx, *arguments):
     import torch
 
-    ctx.of_cpu, ctx.of_cuda = (
+    ctx.autocast_cpu, ctx.autocast_cuda = (
         torch.autocast(d, torch.get_autocast_dtype(d), torch.is_autocast_enabled(d))
         for d in ("cpu", "cuda")
     )
@@ -94,16 +92,15 @@ def keep_autocast(original, ctx, *arguments):
 
 @patches("fairseq.modules.checkpoint_activations:CheckpointFunction.backward")
 def recompute_in_autocast(original, ctx, *gradients):
-    with ctx.of_cpu, ctx.of_cuda:
+    with ctx.autocast_cpu, ctx.autocast_cuda:
         return original(ctx, *gradients)
 
 
-# Lets ``--store-ema`` average a model that has whole numbers in its state.
+# Lets ``--store-ema`` average a model that has integers in its state.
 #
-# For fairseq 0.12.2 on any torch. It multiplies everything in the state dict by the decay, in place, which
-# torch refuses for integers: a hash gate's table, the steps of a bias, or what batch norm has counted. An
-# average of them would mean nothing either. fairseq knows keys that are copied instead; they are made to be
-# among them.
+# For fairseq 0.12.2 on any torch. It multiplies the whole state dict by the decay, in place, which torch
+# refuses for integers: a hash gate's table, or the step counts of a bias or of batch norm. They are added to
+# fairseq's keys that are copied instead.
 
 
 @patches("fairseq.models.ema.ema:EMA.__init__")
@@ -114,14 +111,14 @@ def copy_integers(original, ema, *arguments, **options):
     ema.skip_keys = {*ema.skip_keys, *integers}
 
 
-# Lets ``--store-ema`` begin at a checkpoint that was saved without.
+# Lets ``--store-ema`` start from a checkpoint without averages.
 #
-# For fairseq 0.12.2 on any torch. It means to take the checkpoint's own parameters as the first average,
-# and has removed them by then: resuming ends in ``KeyError: 'model'``. By then they are the model's.
+# For fairseq 0.12.2 on any torch. It tries to use the checkpoint's parameters as the first average after it
+# has removed them, so resuming ends in ``KeyError: 'model'``. Here the loaded model's parameters are used.
 
 
 @patches("fairseq.trainer:Trainer.load_checkpoint")
-def begin_average_at_model(original, trainer, filename, *others, **options):
+def start_average_at_model(original, trainer, filename, *others, **options):
     ema = trainer.cfg.ema
     if not ema.store_ema:
         return original(trainer, filename, *others, **options)
@@ -138,23 +135,23 @@ def begin_average_at_model(original, trainer, filename, *others, **options):
 def _restore(trainer, extra_state: dict, filename: str) -> None:
     parameters = extra_state.get("ema")
     if parameters is None:
-        logger.warning("%s has no average (--store-ema): it begins at its parameters", filename)
+        logger.warning("%s has no average (--store-ema): it starts at its parameters", filename)
         parameters = trainer.get_model().state_dict()
     trainer.ema.restore(parameters)
     if trainer.cfg.ema.ema_fp32:
         trainer.ema.build_fp32_params(extra_state.get("ema_fp32_params", parameters))
 
 
-# Lets a checkpoint that one process has read reach the others of its run.
+# Lets one rank read a checkpoint and broadcast it.
 #
-# For fairseq 0.12.2 on torch 2.6 and later. It sends the checkpoint's content as a pickle, which the others
-# read with ``torch.load``; there that refuses all types but plain ones ("Unsupported global:
-# omegaconf.dictconfig.DictConfig"), so that no run of several processes could be resumed. What one process
-# has made of a file, torch's own function sends to the others.
+# For fairseq 0.12.2 on torch 2.6 and later. It sends the checkpoint's content as a pickle, which the other
+# ranks read with ``torch.load``. That refuses types such as those of omegaconf ("Unsupported global:
+# omegaconf.dictconfig.DictConfig"), so no run of several ranks could resume. torch's function, for objects
+# of the same program, supports all types.
 
 
 @patches("fairseq.distributed.utils:_broadcast_object_slow")
-def send_any_state(_, obj, src_rank, group, dist_device):
+def broadcast_any_state(_, obj, src_rank, group, dist_device):
     import torch.distributed as dist
 
     values = [obj]
@@ -162,12 +159,12 @@ def send_any_state(_, obj, src_rank, group, dist_device):
     return values[0]
 
 
-# Lets processes tell one another their logs without a GPU, however long these are.
+# Gathers logs of ranks on any device, and of any size.
 #
-# For fairseq 0.12.2 on any torch. It gathers them in a buffer on the GPU, also with ``--cpu`` and gloo
-# ("type torch.cuda.ByteTensor not available"), and in one of ``--all-gather-list-size`` bytes, which the
-# logs of a hundred batches of ``fairseq-validate`` are too long for ("encoded data size exceeds max_size").
-# torch's own function for this takes whatever device the group communicates on, and any size.
+# For fairseq 0.12.2 on any torch. It gathers logs in a buffer on the GPU, even with ``--cpu`` and gloo
+# ("type torch.cuda.ByteTensor not available"), of ``--all-gather-list-size`` bytes, which is too small for
+# the logs of a hundred batches of ``fairseq-validate`` ("encoded data size exceeds max_size"). torch's
+# function has neither limit.
 
 
 @patches("fairseq.distributed.utils:all_gather_list")
@@ -184,10 +181,9 @@ def gather_on_any_device(original, data, group=None, max_size=16384):
     return values
 
 
-# Lets a single process use ``--zero-sharding os``, which has no effect then.
+# Ignores ``--zero-sharding os`` for a single process.
 #
-# For fairseq 0.12.2 on any torch. Each process keeps the optimizer's state of a part of the parameters, by
-# fairscale; one process ends in "Default process group has not been initialized".
+# For fairseq 0.12.2 on any torch, which would fail with "Default process group has not been initialized".
 
 
 @patches("fairseq.optim.shard:shard_")
@@ -198,16 +194,15 @@ def leave_one_process_whole(original, optimizer, group):
         original(optimizer, group)
 
 
-# Lets ``fairseq-validate`` run over several processes that do not all have as many batches.
+# Lets ``fairseq-validate`` run on several ranks with different numbers of batches.
 #
-# For fairseq 0.12.2 on any Python. Those with one batch less get an empty one to be in step, which training
-# replaces and ``fairseq-validate`` hands to the criterion ("KeyError: 'net_input'"). Here an empty batch is
-# one without loss, of which nothing is logged.
+# For fairseq 0.12.2 on any Python. Ranks with one batch less get an empty one, which training replaces, but
+# ``fairseq-validate`` passes to the criterion ("KeyError: 'net_input'"). Here it has no loss and no log.
 
 
 @patches("fairseq.checkpoint_utils:load_model_ensemble_and_task")
 def validate_uneven_shares(original, *arguments, **options):
-    """Training is not affected: it makes its task another way, and replaces empty batches itself."""
+    """Training is not affected, since it creates its task in another way."""
     import torch.distributed as dist
 
     models, cfg, task = original(*arguments, **options)
@@ -215,21 +210,21 @@ def validate_uneven_shares(original, *arguments, **options):
         return models, cfg, task
     valid_step, reduce_metrics = task.valid_step, task.reduce_metrics
 
-    def valid_step_of_any(sample, model, criterion, **more):
-        return valid_step(sample, model, criterion, **more) if sample else (0.0, 0, {})
+    def valid_step_or_zero(sample, model, criterion, **options):
+        return valid_step(sample, model, criterion, **options) if sample else (0.0, 0, {})
 
-    def reduce_some_metrics(logging_outputs, criterion):
+    def reduce_nonempty(logging_outputs, criterion):
         return reduce_metrics([log for log in logging_outputs if log], criterion)
 
-    task.valid_step, task.reduce_metrics = valid_step_of_any, reduce_some_metrics
+    task.valid_step, task.reduce_metrics = valid_step_or_zero, reduce_nonempty
     return models, cfg, task
 
 
-# Lets training go on where a validation yields no number to compare checkpoints by.
+# Lets training continue if a validation yields no value of ``--best-checkpoint-metric``.
 #
-# For fairseq 0.12.2 on any Python. A ``--best-checkpoint-metric`` that the log lacks ends it in a KeyError
-# behind the first epoch, before anything is saved; and one NaN is the best from then on. Here the metric is
-# NaN where it is missing, and a checkpoint without a number is saved without being compared.
+# For fairseq 0.12.2 on any Python. If the log lacks the metric, training ends in a KeyError after the first
+# epoch, before anything is saved; and NaN stays the best value for ever. Here a missing metric is NaN, and a
+# checkpoint with NaN is saved without being compared.
 
 
 class _Values(OrderedDict):
@@ -253,13 +248,12 @@ def save_without_number(original, cfg, trainer, epoch_itr, val_loss):
     return original(cfg, trainer, epoch_itr, val_loss)
 
 
-# Keeps the old checkpoint until the new one is complete, whatever ends the run in between.
+# Writes checkpoints atomically.
 #
-# For fairseq 0.12.2 on any Python. It writes the first file of a save beside its place and renames it, but
-# copies that over ``checkpoint_last.pt`` and ``checkpoint_best.pt`` byte by byte: a run that is killed
-# meanwhile leaves half a file under the very name it would resume from. And a full disk ends in torch's
-# stack trace, after two more attempts in the same half-written file. Here every file is written beside its
-# place, brought to the disk and renamed, and what the system refuses is one sentence.
+# For fairseq 0.12.2 on any Python. It writes and renames a temporary file for the first file of a save, but
+# copies that over ``checkpoint_last.pt`` and ``checkpoint_best.pt``: a run that is killed meanwhile cannot
+# resume. A full disk ends in torch's stack trace, after two more attempts in the same partial file. Here
+# every file is written under a temporary name, synced and renamed, and errors are one sentence.
 
 
 @patches("fairseq.file_io:PathManager.copy")

@@ -1,4 +1,4 @@
-"""How fairseq is changed: when a module of it has been imported, and by functions in place of its own."""
+"""Replaces functions of fairseq as soon as their modules have been imported."""
 
 import functools
 import inspect
@@ -7,30 +7,30 @@ from collections.abc import Callable
 from types import ModuleType
 
 Action = Callable[[ModuleType], None]
-PATCHES: list[tuple[str, Action]] = []  # module of fairseq, and what is done with it
+PATCHES: list[tuple[str, Action]] = []  # (module, action on it)
 
 
 def patches(place: str) -> Callable:
-    """Adds the decorated function to `PATCHES`; ``place`` is as of `replaces`."""
+    """Adds the decorated function to `PATCHES`; ``place`` is that of `replaces`."""
 
     def add(function: Callable) -> Callable:
-        PATCHES.append(_at(place, function))
+        PATCHES.append(_action(place, function))
         return function
 
     return add
 
 
 def replaces(place: str) -> Callable:
-    """Has the decorated function called in place of ``MODULE:NAME`` (see `replace`), or with ``MODULE``."""
+    """Replaces ``MODULE:NAME`` by the decorated function (see `replace`), or calls it with ``MODULE``."""
 
     def add(function: Callable) -> Callable:
-        when_imported(*_at(place, function))
+        when_imported(*_action(place, function))
         return function
 
     return add
 
 
-def _at(place: str, function: Callable) -> tuple[str, Action]:
+def _action(place: str, function: Callable) -> tuple[str, Action]:
     module, _, name = place.partition(":")
     if not name:
         return module, function
@@ -43,12 +43,12 @@ def _at(place: str, function: Callable) -> tuple[str, Action]:
 
 
 def replace(module: ModuleType, name: str, function: Callable) -> None:
-    """Have ``function(original, ...)`` called in place of a module's function, ``NAME`` or ``CLASS.NAME``."""
+    """Replace a module's function, ``NAME`` or ``CLASS.NAME``, by ``function(original, ...)``."""
     *classes, name = name.split(".")
     owner = functools.reduce(getattr, classes, module)
-    found = inspect.getattr_static(owner, name)
-    bind = type(found) if isinstance(found, staticmethod | classmethod) else lambda plain: plain
-    original = getattr(found, "__func__", found)
+    current = inspect.getattr_static(owner, name)
+    bind = type(current) if isinstance(current, staticmethod | classmethod) else lambda plain: plain
+    original = getattr(current, "__func__", current)
 
     @functools.wraps(original, updated=())
     def replaced(*arguments, **options):
@@ -58,29 +58,29 @@ def replace(module: ModuleType, name: str, function: Callable) -> None:
 
 
 def when_imported(name: str, action: Action) -> None:
-    """Call ``action(module)`` once ``name`` has been imported; at once if it already has been.
+    """Call ``action(module)`` once ``name`` has been imported; now if it has been already.
 
-    ``PACKAGE.*`` stands for a package and each module in it. It imports nothing itself.
+    ``PACKAGE.*`` means a package and each module in it.
     """
-    for module in [m for other, m in sys.modules.items() if name in (other, _whole(other)) and m]:
+    for module in [m for other, m in sys.modules.items() if name in (other, _pattern(other)) and m]:
         action(module)
     _WaitingFinder.actions.setdefault(name, []).append(action)
     if _WaitingFinder not in sys.meta_path:
         sys.meta_path.insert(0, _WaitingFinder)
 
 
-def _whole(name: str) -> str:
+def _pattern(name: str) -> str:
     return f"{name.partition('.')[0]}.*"
 
 
 class _WaitingFinder:
-    """Leaves finding to the other finders, and adds the actions to the end of a module's loading."""
+    """Finds modules by the other finders, and runs the actions at the end of a module's loading."""
 
     actions: dict[str, list[Action]] = {}
 
     @classmethod
     def find_spec(cls, name, path=None, target=None):
-        actions = [*cls.actions.get(name, ()), *cls.actions.get(_whole(name), ())]
+        actions = [*cls.actions.get(name, ()), *cls.actions.get(_pattern(name), ())]
         if not actions:
             return None
         others = (finder for finder in sys.meta_path if finder is not cls)

@@ -1,4 +1,4 @@
-"""Opens checkpoint files for fairseq's commands and ``smoe``: finds damage, and executes nothing in them.
+"""Opens checkpoint files for fairseq's commands and ``smoe``: detects damage, and executes no code.
 
 Importing this needs neither torch nor fairseq.
 """
@@ -21,22 +21,22 @@ from smoe_fairseq.files import check_plain, rank_files
 from .replacing import patches, replace
 from .startup import load
 
-_ARCHIVE = b"PK"  # how a zip archive begins: torch's format since 1.6
-_LEGACY = b"\x80"  # how a pickle begins: the one before, which has no checksums
-# How torch names a type that it refuses, since 2.6.
+_ARCHIVE = b"PK"  # begins a zip archive: torch's format since 1.6
+_LEGACY = b"\x80"  # begins a pickle: torch's earlier format, which has no checksums
+# torch's messages with the name of a refused type, since 2.6.
 _REFUSED = re.compile(
     r"GLOBAL (\S+) was not an allowed|GLOBAL (\S+) whose module|got <class '([^']+)'>"
 )
-# torch's words for bytes that are wrong, in a RuntimeError. All others are of the system or the memory.
-_OF_CONTENT = ("failed reading zip archive", "hasRecord", "mmap can only be used", "magic number")
-_LONGEST = 100  # letters that are shown of a type's name, or of an error
-_TENSOR = re.compile(r"\w+ torch\.strided torch\.(b?float|u?int)\d+\w* (?!meta)\S+")  # of a weight
-_REAL = (".weight", ".bias", ".w1", ".w2", ".b1", ".b2")  # whole numbers are of tables and counts
-forms = load("smoe_fairseq.forms")  # an older copy of startup.py has not done it
+# torch's RuntimeErrors for damaged content. All others are about the system or memory.
+_DAMAGE = ("failed reading zip archive", "hasRecord", "mmap can only be used", "magic number")
+_MAX_SHOWN = 100  # characters of a type's name, or of an error
+_TENSOR = re.compile(r"\w+ torch\.strided torch\.(b?float|u?int)\d+\w* (?!meta)\S+")
+_REAL = (".weight", ".bias", ".w1", ".w2", ".b1", ".b2")  # only other tensors can be integers
+forms = load("smoe_fairseq.forms")  # an installed older copy of startup.py does not load it
 _WHOLE = forms.Number(0, whole=True)
 _CHECKPOINT = {
     "model": {str: object},
-    "cfg?": (None, {}),  # older ones have args in its place
+    "cfg?": (None, {}),  # older ones have args instead
     "optimizer_history?": [{"num_updates": _WHOLE, "lr_scheduler_state?": {}}],
     "extra_state?": {
         "train_iterator?": {"epoch?": forms.Number(1, whole=True), "iterations_in_epoch?": _WHOLE},
@@ -44,28 +44,28 @@ _CHECKPOINT = {
         "best?": (None, Real),
     },
 }
-_sound = set()  # files that this process has found to be so, by path and state
+_verified = set()  # files whose checksums this process has compared, by path and state
 
 
 class UnreadableCheckpoint(UsageError):
-    """One sentence that names the file and says what is wrong with it."""
+    """The message names the file and the reason."""
 
 
 class CutOffCheckpoint(UnreadableCheckpoint):
-    """The file is not a whole checkpoint."""
+    """The file is incomplete, or not a checkpoint."""
 
 
 class InaccessibleCheckpoint(UnreadableCheckpoint):
-    """It could not be read for want of memory, files or rights, or from a failing disk; it may be sound."""
+    """It cannot be read now (memory, open files, permissions, a failing disk), but may be intact."""
 
 
 class RefusedCheckpoint(UnreadableCheckpoint):
-    """It holds more than data, and building that could run a program of the file's."""
+    """It contains objects whose loading could execute code from the file."""
 
 
-def check_there(path: Path | str) -> None:
-    """Raise UsageError unless there is a checkpoint; the sentence tells a missing one from a set's name."""
-    if os.path.exists(path) or "://" in str(path):  # one that fairseq fetches from elsewhere
+def check_exists(path: Path | str) -> None:
+    """Raise UsageError if a checkpoint is missing; the message differs if the path is the name of a set."""
+    if os.path.exists(path) or "://" in str(path):  # fairseq can fetch URLs
         return
     if rank_files(path):
         raise UsageError(
@@ -76,11 +76,11 @@ def check_there(path: Path | str) -> None:
 
 @contextmanager
 def reading(path: Path | str) -> Iterator[None]:
-    """Check a checkpoint, then read it in this context.
+    """Compare a checkpoint's checksums, and convert errors that reading it raises in this context.
 
     Raises:
         UsageError: it is missing.
-        UnreadableCheckpoint: whatever is wrong with it.
+        UnreadableCheckpoint: all other errors.
     """
     try:
         if os.path.exists(path):
@@ -90,48 +90,50 @@ def reading(path: Path | str) -> Iterator[None]:
     except UsageError:
         raise
     except FileNotFoundError:
-        check_there(path)
+        check_exists(path)
         raise
     except pickle.UnpicklingError as error:
         raise RefusedCheckpoint(_refusal(path, str(error))) from None
     except (OSError, RuntimeError, MemoryError) as error:
-        said = getattr(error, "strerror", None) or " ".join(str(error).split()) or "no memory"
-        if isinstance(error, RuntimeError) and any(words in said for words in _OF_CONTENT):
+        reason = getattr(error, "strerror", None) or " ".join(str(error).split()) or "no memory"
+        if isinstance(error, RuntimeError) and any(message in reason for message in _DAMAGE):
             raise CutOffCheckpoint(f"{path} is cut off or not a checkpoint") from None
-        raise InaccessibleCheckpoint(f"{path} cannot be read: {said[:_LONGEST]}") from None
-    except Exception:  # torch raises many kinds of errors for bytes that are no pickle
+        raise InaccessibleCheckpoint(f"{path} cannot be read: {reason[:_MAX_SHOWN]}") from None
+    except Exception:  # torch raises many types of errors for bytes that are not a pickle
         raise CutOffCheckpoint(f"{path} is cut off or not a checkpoint") from None
 
 
 def check_content(path: Path | str, state, has_config: bool = True) -> None:
-    """Raise UnreadableCheckpoint unless the parts that every checkpoint of fairseq has are of their kinds.
+    """Raise UnreadableCheckpoint unless a checkpoint's common parts have the types of fairseq's checkpoints.
 
     Args:
-        has_config: whether it has to say of what model it is.
+        has_config: whether it has to name its model and task.
     """
-    wrong = forms.fault(state, _CHECKPOINT)
-    if not wrong and state.get("optimizer_history") == []:
-        wrong = "optimizer_history is empty"
-    for name, tensor in () if wrong else state["model"].items():
+    message = forms.fault(state, _CHECKPOINT)
+    if not message and state.get("optimizer_history") == []:
+        message = "optimizer_history is empty"
+    for name, tensor in () if message else state["model"].items():
         parts = [str(getattr(tensor, part, "")) for part in ("layout", "dtype", "device")]
         kind = " ".join([type(tensor).__name__, *parts]).strip()
         if not _TENSOR.fullmatch(kind) or "int" in kind and name.endswith(_REAL):
-            wrong = f"model.{name[:_LONGEST]} is {kind}; expected a dense tensor of real numbers in memory"
+            message = (
+                f"model.{name[:_MAX_SHOWN]} is {kind}; expected a dense tensor of real numbers"
+            )
             break
-    if wrong:
-        raise UnreadableCheckpoint(f"{path} is not a checkpoint of fairseq: {wrong}")
+    if message:
+        raise UnreadableCheckpoint(f"{path} is not a checkpoint of fairseq: {message}")
     config = state.get("cfg") or {"model": state.get("args")}
     for part in ("model", "task"):
         if has_config and config.get(part, part) is None:
-            raise UnreadableCheckpoint(f"{path} does not say of what {part} it is")
+            raise UnreadableCheckpoint(f"{path} does not name its {part}")
 
 
-def _refusal(path: Path | str, words: str) -> str:
-    """One sentence for torch's several, which go on to say how to have the file run its program."""
-    found = _REFUSED.search(words)
-    name = next(filter(None, found.groups())) if found else ""
-    name = name.removeprefix("builtins.")  # which torch 2.6 says and newer ones leave out
-    if name.isprintable() and 0 < len(name) <= _LONGEST:  # else it is made to be printed
+def _refusal(path: Path | str, message: str) -> str:
+    """Replaces torch's message, which explains how to load the file in spite of the danger."""
+    match = _REFUSED.search(message)
+    name = next(filter(None, match.groups())) if match else ""
+    name = name.removeprefix("builtins.")  # in messages of torch 2.6
+    if name.isprintable() and 0 < len(name) <= _MAX_SHOWN:  # the file determines the name
         what = f"{name} (a type or function)"
     else:
         what = "more than data"
@@ -142,21 +144,21 @@ def _refusal(path: Path | str, words: str) -> str:
 
 
 def is_archive(path: Path | str) -> bool:
-    """Whether it is in torch's format since 1.6, which has checksums and can be left on disk."""
+    """Whether a file has torch's format since 1.6, which has checksums and can be memory-mapped."""
     with open(path, "rb") as file:
         return file.read(len(_ARCHIVE)) == _ARCHIVE
 
 
 def check_sums(path: Path | str) -> None:
-    """Compares each part of a checkpoint with the checksum (CRC-32) that torch has written beside it.
+    """Compare each part of a checkpoint with the checksum (CRC-32) that torch has stored.
 
-    torch does not look at these: changed bytes of a tensor (a failing disk or memory, a broken
-    transfer) would be trained on and copied without a word. It costs reading the file once more, at
-    1 to 2 GB/s beside the disk's own time, and once in a process for a file that stays as it is.
+    torch does not compare them: changed bytes of a tensor (a failing disk or memory, a broken transfer)
+    would go unnoticed. This reads the file once more, at 1 to 2 GB/s in addition to the disk's time; once
+    per process, unless the file changes.
     """
     state = os.stat(path)
-    known = (os.path.realpath(path), state.st_ino, state.st_size, state.st_mtime_ns)
-    if known in _sound:
+    key = (os.path.realpath(path), state.st_ino, state.st_size, state.st_mtime_ns)
+    if key in _verified:
         return
     with open(path, "rb") as file:
         start = file.read(2)
@@ -172,29 +174,27 @@ def check_sums(path: Path | str) -> None:
                 damaged = archive.testzip()
         except (OSError, MemoryError, UsageError):
             raise
-        except Exception:  # what damaged tables lead to is of many kinds
+        except Exception:  # damaged tables cause many types of errors
             raise zipfile.BadZipFile from None
-    if len({part.filename for part in parts}) < len(parts):  # readers would not take the same one
+    if len({part.filename for part in parts}) < len(parts):  # readers may disagree
         raise UnreadableCheckpoint(f"{path} holds two parts of one name")
     if damaged is not None:
         raise UnreadableCheckpoint(
             f"{path} is damaged: {damaged} does not match its checksum; expected another copy"
         )
-    _sound.add(known)
+    _verified.add(key)
 
 
-# Keeps the strings of a checkpoint's config from being run as code.
+# Keeps strings of a checkpoint's config from being executed.
 #
-# For fairseq 0.12.2 on any Python. ``torch.load(weights_only=True)`` builds nothing but data, but that data
-# holds the config of the training, and fairseq passes some of its strings to ``eval``: layers of
-# convolutional models, ``adaptive_softmax_cutoff``, Adam's betas and two dozen more. A file from elsewhere
-# could run any program that way, in fairseq-generate as in smoe analyze. Each module of fairseq gets a
-# function of that name, which takes what these settings are made of: literals, and sums and repetitions of
-# lists such as fairseq's own ``[(512, 3)] * 20``.
+# For fairseq 0.12.2 on any Python. ``torch.load(weights_only=True)`` loads only data, but this includes the
+# config, and fairseq passes some of its strings to ``eval``: layers of convolutional models,
+# ``adaptive_softmax_cutoff``, Adam's betas and two dozen more. So a file could run any program. Here each
+# module of fairseq gets another ``eval``, which supports the values of these settings: literals, and sums and
+# repetitions of lists such as fairseq's ``[(512, 3)] * 20``.
 
 
-LONGEST = 10_000  # entries of a list that is put together; more would be a way to fill the memory
-_SHOWN = 60  # characters of what is refused
+MAX_ENTRIES = 10_000  # of a list that is a sum or repetition, so that it cannot fill the memory
 
 
 @patches("fairseq.*")
@@ -208,7 +208,7 @@ def evaluate(source, /):
 
     Raises:
         ValueError: it is anything else.
-        TypeError: it is no string, as ``eval`` says; fairseq counts on that.
+        TypeError: it is not a string; ``eval`` raises this too, and fairseq relies on it.
     """
     if not isinstance(source, str):
         raise TypeError(f"expected a string, not {type(source).__name__}")
@@ -216,41 +216,40 @@ def evaluate(source, /):
         return _value(ast.parse(source.strip(), mode="eval").body)
     except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
         raise ValueError(
-            f"{source:.{_SHOWN}}: expected a literal, such as (0.9, 0.98) or [(512, 3)] * 20; anything else "
-            "would be run as a program, and is not"
+            f"{source:.60}: expected a literal, such as (0.9, 0.98) or [(512, 3)] * 20; other expressions "
+            "are not executed"
         ) from None
 
 
 def _value(node: ast.expr):
-    """The value of a part of the expression; ValueError unless it is an allowed one."""
+    """The value of a part of the expression; raises ValueError unless it is allowed."""
     if isinstance(node, ast.List | ast.Tuple):
         values = [_value(each) for each in node.elts]
         return values if isinstance(node, ast.List) else tuple(values)
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add | ast.Mult):
-        return _put_together(_value(node.left), node.op, _value(node.right))
+        return _combine(_value(node.left), node.op, _value(node.right))
     return ast.literal_eval(node)
 
 
-def _put_together(left, operator: ast.operator, right) -> list | tuple:
+def _combine(left, operator: ast.operator, right) -> list | tuple:
     if isinstance(operator, ast.Mult):
         if not isinstance(left, list | tuple):
             left, right = right, left
         if isinstance(left, list | tuple) and type(right) is int:
-            if len(left) * right <= LONGEST:
+            if len(left) * right <= MAX_ENTRIES:
                 return left * right
     elif isinstance(left, list | tuple) and type(left) is type(right):
-        if len(left) + len(right) <= LONGEST:
+        if len(left) + len(right) <= MAX_ENTRIES:
             return left + right
     raise ValueError("no list, or too long a one")
 
 
 # Lets torch load fairseq checkpoints with ``weights_only=True``.
 #
-# For fairseq 0.12.2 on torch 2.6 and later. There ``torch.load`` builds tensors, plain containers and only
-# those other types that have been named as safe, and fairseq calls it without choosing. Its checkpoints
-# also hold the command line (``argparse.Namespace``) and, in their meters, numpy arrays and scalars
-# (``--eval-bleu`` logs counts as arrays), for which builders of our own stand. Building these runs no code
-# from the file; every other type stays refused.
+# For fairseq 0.12.2 on torch 2.6 and later, where ``torch.load`` by default loads only tensors, plain
+# containers and types that are registered as safe. fairseq's checkpoints also contain the command line
+# (``argparse.Namespace``) and, in their meters, numpy arrays and scalars (``--eval-bleu`` logs counts as
+# arrays), for which we register our own types. Loading these executes no code from the file.
 
 
 @patches("torch.serialization")
@@ -259,30 +258,29 @@ def allow_checkpoint_types(serialization: ModuleType) -> None:
         from torch import _weights_only_unpickler as unpickler
 
         from .plain_arrays import Array, Kind, reconstruct, scalar
-    except ImportError:  # without numpy, modules/ alone can be used
+    except ImportError:  # modules/ does not need numpy
         return
     ours = {"numpy.ndarray": Array, "numpy.dtype": Kind}
-    for core in ("_core", "core"):  # numpy 2 and, in older files, numpy 1
+    for core in ("_core", "core"):  # of numpy 2 and 1
         ours[f"numpy.{core}.multiarray._reconstruct"] = reconstruct
         ours[f"numpy.{core}.multiarray.scalar"] = scalar
     serialization.add_safe_globals(
-        [argparse.Namespace, *((stand_in, name) for name, stand_in in ours.items())]
+        [argparse.Namespace, *((type_, name) for name, type_ in ours.items())]
     )
-    # Also where other code in this process names numpy's own types as safe.
+    # Even if other code in this process registers numpy's own types as safe.
     replace(unpickler, "_get_user_allowed_globals", lambda allowed: {**allowed(), **ours})
 
 
-# Checks each checkpoint that fairseq loads; one sentence if it cannot be read.
+# Checks each checkpoint that fairseq loads, with messages that name the file.
 #
-# For fairseq 0.12.2 on any torch. A full disk or a killed process leaves files that are cut off, and a
-# failing disk changes bytes of a tensor, which torch does not notice. Where a file holds a type that is
-# refused for safety, torch explains how to load it all the same, which would run the file's program; ours
-# names the type. What a model or its task cannot be made of is named, too.
+# For fairseq 0.12.2 on any torch. A full disk or a killed process leaves incomplete files, and a failing
+# disk changes bytes of a tensor, which torch does not notice. If a file contains a type that is refused for
+# safety, torch's message explains how to load it nevertheless, which would execute code from the file.
 
 
 @patches("fairseq.checkpoint_utils:get_maybe_sharded_checkpoint_filename")
 def name_missing_checkpoint(original, *arguments):
-    check_there(path := original(*arguments))
+    check_exists(path := original(*arguments))
     return path
 
 
@@ -299,12 +297,12 @@ def name_unreadable_checkpoints(original, path, *others, **options):
 
     try:
         with reading(path), naming_file(path, "its content"):
-            if os.path.exists(path):  # before fairseq changes what is older
+            if os.path.exists(path):  # before fairseq upgrades older content
                 state = torch.load(path, "cpu", mmap=is_archive(path), weights_only=True)
                 check_content(path, state, has_config="ema" not in original.__name__)
             return original(path, *others, **options)
     except CutOffCheckpoint as error:
         raise UsageError(
-            f"{error}: expected one of fairseq, in training by --restore-file; smoe import makes one of "
-            "a folder of transformers"
+            f"{error}: expected one of fairseq, in training by --restore-file; smoe import converts a folder "
+            "for transformers"
         ) from None

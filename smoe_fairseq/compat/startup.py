@@ -1,11 +1,10 @@
-"""What the start-up hook does when fairseq is first imported.
+"""The start-up hook, which patches fairseq when it is first imported.
 
-fairseq has to be patched before its own first line runs, long before it reads ``--user-dir``, and no
-code of ours runs then. So setup.py installs, beside the package, ``smoe_fairseq.pth``, a line that
-Python runs whenever it starts, and a copy of this file as ``_smoe_fairseq_startup``. The line puts
-a finder in front of ``sys.meta_path`` that calls ``patch_fairseq`` when fairseq is imported, and
-finds nothing itself. Until then it does not even import this file: in an empty program the first
-import from disk would cost more than all the rest of the line.
+fairseq has to be patched before its first line runs, long before it reads ``--user-dir``. So setup.py
+installs two files next to the package: ``smoe_fairseq.pth``, a line that Python runs whenever it starts,
+and a copy of this file as ``_smoe_fairseq_startup``. The line adds a finder to ``sys.meta_path`` that calls
+``patch_fairseq`` when fairseq is imported, and finds nothing itself. It imports this file only then, since
+an import would slow down the start of every program.
 """
 
 import importlib.machinery
@@ -14,7 +13,7 @@ import sys
 
 
 def patch_fairseq() -> None:
-    """Installs the patches, so that the import of fairseq that is under way succeeds."""
+    """Install the patches, before the import of fairseq continues."""
     for part in ("errors", "files", "forms", "compat"):
         module = load(".".join(("smoe_fairseq", part)))
     if module:
@@ -22,11 +21,11 @@ def patch_fairseq() -> None:
 
 
 def load(name: str):
-    """Load a package within ``smoe_fairseq`` without importing ``smoe_fairseq``, and return it.
+    """Load a module of ``smoe_fairseq`` without importing ``smoe_fairseq``.
 
-    The parent stays out of ``sys.modules`` on purpose: fairseq takes a ``--user-dir`` only if no
-    package of that name has been imported from another place. Returns None where the package is
-    gone (a checkout that has been moved, say), which is no reason to break the user's fairseq.
+    The parent must not be in ``sys.modules``: fairseq accepts a ``--user-dir`` only if no package of that
+    name has been imported from another place. Returns None if the package is missing (its checkout was
+    moved, for example), so that fairseq still works.
     """
     if name in sys.modules:
         return sys.modules[name]

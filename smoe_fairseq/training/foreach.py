@@ -1,7 +1,7 @@
-"""fairseq's optimizer steps with a few kernels for all parameters, not a dozen for each.
+"""fairseq's optimizer steps with a few kernels for all parameters instead of a dozen for each.
 
-A GPU waits for the host that launches them: in bf16 these steps are three quarters of the kernels of
-a dense update. The arithmetic is fairseq's; on a CPU, operation by operation, so that all bits are equal.
+A GPU waits while the host launches kernels, of which three quarters in a dense bf16 update are those of
+these steps. The arithmetic is fairseq's; on a CPU results are bitwise equal.
 """
 
 import functools
@@ -21,7 +21,7 @@ HALF = (torch.float16, torch.bfloat16)
 @replaces("fairseq.optim.adam:Adam.step")
 @torch.no_grad()
 def step_together(original, adam, closure=None):
-    """fairseq uses it unless NVIDIA's apex is installed."""
+    """Of fairseq's Adam, which is used unless NVIDIA's apex is installed."""
     groups = [(g, [p for p in g["params"] if p.grad is not None]) for g in adam.param_groups]
     if any(group.get("amsgrad") or any(p.grad.is_sparse for p in ps) for group, ps in groups):
         return original(adam, closure)
@@ -33,7 +33,7 @@ def step_together(original, adam, closure=None):
 
 
 def _chunks(tensors: list[Tensor]) -> Iterator[list[Tensor]]:
-    """Consecutive tensors of one device and type, with at most `CHUNK` elements unless one has more."""
+    """Runs of tensors of one device and type, with at most `CHUNK` elements unless one tensor has more."""
     chunk, size = [], 0
     for tensor in tensors:
         fits = size + tensor.numel() <= CHUNK
@@ -52,15 +52,13 @@ def _kind(parameter: Tensor) -> tuple:
 
 def _adam_step(group: dict, parameters: list[Tensor], states: list[dict]) -> None:
     """One step of fairseq's Adam; parameters and gradients in half precision are computed in float32."""
-    gradients, values = (
-        [_full(p.grad.data) for p in parameters],
-        [_full(p.data) for p in parameters],
-    )
+    gradients = [_full(p.grad.data) for p in parameters]
+    values = [_full(p.data) for p in parameters]
     for state, value in zip(states, values, strict=True):
         if len(state) == 0:
             state["step"] = 0
             state["exp_avg"], state["exp_avg_sq"] = (torch.zeros_like(value) for _ in range(2))
-        for name in ("exp_avg", "exp_avg_sq"):  # which a checkpoint may have on another device
+        for name in ("exp_avg", "exp_avg_sq"):  # a loaded state may be on another device
             state[name] = state[name].to(value)
         state["step"] += 1
     averages, squares = ([state[n] for state in states] for n in ("exp_avg", "exp_avg_sq"))
@@ -97,7 +95,7 @@ def _fused_step(
 ) -> None:
     """The same step by torch's fused kernel, which reads and writes each number once.
 
-    fairseq adds epsilon before it corrects the bias of the squares, torch afterwards.
+    fairseq adds epsilon before the bias correction of the squares, torch after it, so epsilon is rescaled.
     """
     beta1, beta2 = group["betas"]
     count = torch.full((), float(step), device=values[0].device)
@@ -129,7 +127,7 @@ def _step_size(lr: float, beta1: float, beta2: float, step: int) -> float:
 
 @replaces("fairseq.optim.fairseq_optimizer:FairseqOptimizer.multiply_grads")
 def multiply_together(_, optimizer, c):
-    """By a number, or by a tensor of one."""
+    """``c`` is a number, or a tensor with one element."""
     by_device = {}
     for p in optimizer.params:
         if p.grad is not None:
@@ -141,7 +139,7 @@ def multiply_together(_, optimizer, c):
 @replaces("fairseq.utils:clip_grad_norm_")
 @torch.no_grad()
 def norm_together(original, params, max_norm, aggregate_norm_fn=None):
-    """Except with apex or FSDP, which bring their own."""
+    """fairseq's function is used with apex and FSDP, which have their own kernels."""
     params = [params] if torch.is_tensor(params) else list(params)
     present = [p for p in params if p is not None and p.grad is not None]
     shared = [p.grad for p in present if not hasattr(p, "expert")]
@@ -155,14 +153,14 @@ def norm_together(original, params, max_norm, aggregate_norm_fn=None):
     return norm
 
 
-# The copies between half-precision parameters and their float32 ones.
+# Copies between half-precision and float32 parameters.
 
 
 @replaces("fairseq.optim.fp16_optimizer:_FP16OptimizerMixin.zero_grad")
-def forget_gradients(_, optimizer):
+def clear_gradients(_, optimizer):
     for p in optimizer.fp16_params:
         p.grad = None
-    optimizer._needs_sync = True  # the float32 gradients are overwritten, or cleared, when needed
+    optimizer._needs_sync = True  # float32 gradients are overwritten, or cleared, by the next copy
     if optimizer.scaler is not None:
         optimizer._multiply_factor = 1.0 / float(optimizer.scaler.loss_scale)
 
@@ -188,19 +186,19 @@ def copy_parameters(_, optimizer):
     torch._foreach_copy_([p.data for p in optimizer.fp16_params], _float32(optimizer, "data"))
 
 
-def _float32(optimizer, of: str) -> list[Tensor]:
-    """The ``data`` or ``grad`` of an optimizer's float32 parameters, in the shape of the others.
+def _float32(optimizer, attribute: str) -> list[Tensor]:
+    """The ``data`` or ``grad`` of float32 parameters, in the order and shapes of the half-precision ones.
 
     They are flattened into one per device, unless ``--fp16-no-flatten-grads`` or ``--bf16``.
     """
     if not optimizer.has_flat_params:
-        return [getattr(p, of).detach() for p in optimizer.fp32_params]
-    on_device = {}
+        return [getattr(p, attribute).detach() for p in optimizer.fp32_params]
+    by_device = {}
     for p in optimizer.fp16_params:
-        on_device.setdefault(p.device.index, []).append(p)
+        by_device.setdefault(p.device.index, []).append(p)
     parts = {}
-    for device, parameters in on_device.items():
-        flat = getattr(optimizer.fp32_params[device], of).detach()
+    for device, parameters in by_device.items():
+        flat = getattr(optimizer.fp32_params[device], attribute).detach()
         pieces = flat.split([p.numel() for p in parameters])
         parts |= {p: piece.view_as(p) for p, piece in zip(parameters, pieces, strict=True)}
     return [parts[p] for p in optimizer.fp16_params]

@@ -20,7 +20,7 @@ from smoe_fairseq.training.foreach import HALF
     "fairseq.distributed.legacy_distributed_data_parallel:LegacyDistributedDataParallel.all_reduce_grads"
 )
 def sum_over_replicas(original, wrapper):
-    """``legacy_ddp`` skips parameters marked as experts; here they are summed over their replicas."""
+    """Sum gradients of experts, which ``legacy_ddp`` skips, over the ranks with the same experts."""
     original(wrapper)
     if wrapper.accumulate_grads:
         return
@@ -36,12 +36,8 @@ def sum_over_replicas(original, wrapper):
 @functools.cache
 def _replica_group(num_experts: int, world_size: int):
     """The ranks that hold the same experts as this one. A collective call."""
-    mine = dist.get_rank() % num_experts
-    for first in range(num_experts):
-        group = dist.new_group(list(range(first, world_size, num_experts)))
-        if first == mine:
-            found = group
-    return found
+    groups = [dist.new_group(list(range(e, world_size, num_experts))) for e in range(num_experts)]
+    return groups[dist.get_rank() % num_experts]
 
 
 class ExpertNorm:
@@ -63,8 +59,7 @@ class ExpertNorm:
         for place, gradient in zip(self.places, experts, strict=True):
             if gradient is not None:
                 by_replicas.setdefault(place.num_replicas, []).append(gradient)
-        # The shared part is summed too, although all ranks have it, so that the result has the same bits
-        # on all ranks.
+        # The shared part, which all ranks have, is summed too: the result is bitwise equal on all ranks.
         squared = _norm(shared).square() / self.places[0].world_size
         for replicas, gradients in by_replicas.items():
             squared = squared + _norm(gradients).square() / replicas
@@ -76,7 +71,7 @@ def _norm(gradients: list[Tensor]) -> Tensor:
     """The total norm, a scalar.
 
     torch computes the norm of a half-precision gradient in half precision, which overflows at 65,504. So
-    the norm of each is taken in float32 first; the norm of the norms is the total norm.
+    each norm is computed in float32 first; the norm of the norms is the total norm.
     """
     return get_total_norm(
         [
@@ -103,31 +98,31 @@ def norm_over_all_experts(original, params, max_norm, aggregate_norm_fn=None):
 
 # ZeRO with sharded experts (``--zero-sharding os`` with ``--expert-parallel``).
 #
-# fairscale's OSS spreads the optimizer's state of the shared parameters over all ranks and broadcasts
-# each parameter after its update. The state of an expert stays with the rank that holds it.
+# fairscale's OSS shards the optimizer's state of the shared parameters over all ranks and broadcasts
+# each parameter after its update. The state of an expert stays on the expert's rank.
 # Checkpoints are the same with and without the flag.
 
 
 @replaces("fairseq.optim:shard_")
-def spread_shared_state(original, optimizer, group):
-    """fairseq's would overwrite the experts of all ranks by those of one."""
+def shard_shared_state(original, optimizer, group):
+    """fairseq's function would overwrite the experts of all ranks by those of one."""
     if any(hasattr(parameter, "expert") for parameter in optimizer.params):
-        optimizer.optimizer = SpreadSharedState(optimizer, group)
+        optimizer.optimizer = ShardedSharedState(optimizer, group)
     else:
         original(optimizer, group)
 
 
-class SpreadSharedState(Optimizer):
-    """One optimizer made of two: OSS for the shared parameters, and one for this rank's experts.
+class ShardedSharedState(Optimizer):
+    """Combines two optimizers: OSS for the shared parameters, and one for this rank's experts.
 
-    Its own ``param_groups`` hold all parameters in their order, and the options that schedulers change.
+    Its own ``param_groups`` contain all parameters in their order, and the options that schedulers change.
 
     Args:
         optimizer: fairseq's optimizer, whose torch optimizer this one replaces.
-        group: the ranks that the state is spread over.
+        group: the ranks over which the state is sharded.
     """
 
-    disable_mem_eff_fp16_loading_hack = True  # `load_state_dict` keeps the types as they are
+    disable_mem_eff_fp16_loading_hack = True  # `load_state_dict` keeps the types
 
     def __init__(self, optimizer, group: torch.distributed.ProcessGroup):
         from fairscale.optim import OSS
@@ -139,7 +134,9 @@ class SpreadSharedState(Optimizer):
         self.experts = type(whole)(experts, **optimizer.optimizer_config)
 
     def __getattr__(self, name: str):
-        if name.startswith("supports"):  # by which fairseq asks what a torch optimizer can do
+        if name.startswith(
+            "supports"
+        ):  # attributes in which fairseq looks up an optimizer's features
             return getattr(self.experts, name)
         raise AttributeError(f"{type(self).__name__} has no attribute {name}")
 
@@ -157,9 +154,8 @@ class SpreadSharedState(Optimizer):
             _copy_options(self.param_groups, part.param_groups)
         for part in parts:
             part.step(**options)
-        _copy_options(
-            self.shared.param_groups, self.param_groups
-        )  # some optimizers count steps there
+        # Some optimizers count steps there.
+        _copy_options(self.shared.param_groups, self.param_groups)
         return loss
 
     def consolidate_state_dict(self) -> None:
@@ -170,7 +166,7 @@ class SpreadSharedState(Optimizer):
         """The state of all shared parameters and of this rank's experts, as without ZeRO.
 
         Raises:
-            RuntimeError: `consolidate_state_dict` was not called before.
+            RuntimeError: `consolidate_state_dict` has not been called.
         """
         numbers, state = self._numbers(), {}
         for part in (self.shared, self.experts):
@@ -182,7 +178,7 @@ class SpreadSharedState(Optimizer):
         return {**super().state_dict(), "state": dict(sorted(state.items()))}
 
     def load_state_dict(self, state_dict: dict) -> None:
-        """Load this rank's part of the state, without changing its types."""
+        """Load this rank's part of the state, and keep its types."""
         super().load_state_dict({**state_dict, "state": {}})
         numbers, state = self._numbers(), state_dict["state"]
         for part in (self.shared.optim, self.experts):

@@ -7,13 +7,13 @@ from smoe_fairseq.errors import UsageError
 
 
 @replaces("fairseq.trainer:Trainer.__new__")
-def ask_for_ours(original, cls, *arguments, **options):
+def make_our_trainer(original, cls, *arguments, **options):
     """Make ``Trainer(...)`` an `SMoETrainer`; subclasses of fairseq's Trainer do not change.
 
     They raise UsageError for a model that only ours trains.
 
     ``fairseq_cli.train`` imports the class before it reads ``--user-dir``, so replacing the name in the
-    module would come too late. Our class, which needs fairseq's, is imported when this is called.
+    module would be too late. Our class is imported here, since it needs fairseq's.
     """
     from smoe_fairseq.training.trainer import SMoETrainer, Trainer, learns_by_updates
 

@@ -1,4 +1,4 @@
-"""Changes to the program of ``fairseq-train``: the position in an epoch, validation, and early stop."""
+"""Changes to ``fairseq-train``: the position in an epoch, validation, and early stopping."""
 
 import os
 import sys
@@ -13,9 +13,8 @@ PROGRAM = "fairseq_cli.train"
 
 
 # The position in an epoch, when a run resumes on another number of ranks. fairseq counts the batches of each
-# rank, so it would repeat or leave out a part of the epoch. Here it is saved and loaded in batches of all
-# ranks. If the epoch has another number of batches now, since they are of another size, the position is the
-# same share of them.
+# rank, so it would repeat or skip a part of the epoch. Here batches of all ranks are counted. If the epoch
+# has another number of batches now, since the batch size has changed, the position is scaled.
 
 RANKS, BATCHES = "ranks", "batches"  # keys beside fairseq's own
 
@@ -23,7 +22,7 @@ RANKS, BATCHES = "ranks", "batches"  # keys beside fairseq's own
 @replaces("fairseq.data.iterators:EpochBatchIterator.state_dict")
 def state_of_all_ranks(original, epochs):
     state = original(epochs)
-    if isinstance(epochs, GroupedEpochBatchIterator):  # of several data sets, as of speech tasks
+    if isinstance(epochs, GroupedEpochBatchIterator):  # several data sets, in speech tasks
         return state
     return {**state, RANKS: epochs.num_shards, BATCHES: len(epochs.frozen_batches)}
 
@@ -41,30 +40,30 @@ def resume_on_any_ranks(original, epochs, state):
         original(epochs, state)
     except RuntimeError:
         raise UsageError(
-            f"the checkpoint was saved behind batch {position} of its epoch, which the data do not have "
+            f"the checkpoint was saved after batch {position} of its epoch, but the epoch has fewer batches "
             "now: expected the data and batch size of its training, or --reset-dataloader"
         ) from None
 
 
-# Functions of ``fairseq_cli.train``, if that is what runs.
+# Functions of ``fairseq_cli.train``, if it is running.
 
 
 def change(name: str, function: Callable) -> None:
-    """Have ``function(original, ...)`` called in place of the program's; a second call changes nothing."""
+    """Replace a function of the program by ``function(original, ...)``; a second call changes nothing."""
     program = sys.modules.get(PROGRAM)
     if hasattr(program, name) and not hasattr(getattr(program, name), "__wrapped__"):
         replace(program, name, function)
 
 
 def save_if_validation_fails(validate, cfg, trainer, task, epoch_itr, subsets):
-    """Have a validation that fails, for want of memory or by a fault of a criterion, end the run saved."""
+    """Save a checkpoint if validation fails, for example because memory runs out."""
     try:
         return validate(cfg, trainer, task, epoch_itr, subsets)
     except Exception:
         if trainer.data_parallel_world_size == 1:
             save = sys.modules[PROGRAM].checkpoint_utils.save_checkpoint
             save(cfg.checkpoint, trainer, epoch_itr, None)
-        elif not cfg.checkpoint.no_save:  # perhaps of this rank alone, as after a failed update
+        elif not cfg.checkpoint.no_save:  # perhaps on this rank alone, as after a failed update
             trainer.in_update = True
             trainer.consolidate_optimizer()
             file = os.path.join(cfg.checkpoint.save_dir, "crash.pt")
@@ -72,21 +71,22 @@ def save_if_validation_fails(validate, cfg, trainer, task, epoch_itr, subsets):
         raise
 
 
-# The count of validations without gain (--patience), which fairseq keeps as attributes of a function. It is
-# saved in the checkpoint, since a resumed run begins without.
+# The number of validations without improvement (--patience) is an attribute of a function of fairseq. Here
+# it is saved in the checkpoint, so that a resumed run continues to count.
 
 EARLY_STOP = "early_stop"  # key of a checkpoint's "extra_state"
-_COUNTED = ("best", "num_runs")
+_ATTRIBUTES = ("best", "num_runs")
 
 
 def early_stop() -> dict[str, float]:
     """The best number so far and the validations since; empty before the first."""
     stop = getattr(sys.modules.get(PROGRAM), "should_stop_early", None)
-    return {name: getattr(stop, name) for name in _COUNTED if getattr(stop, name, None) is not None}
+    values = {name: getattr(stop, name, None) for name in _ATTRIBUTES}
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def set_early_stop(state: Mapping[str, float]) -> None:
-    """Go on counting from here."""
+    """Continue to count from this state."""
     stop = getattr(sys.modules.get(PROGRAM), "should_stop_early", None)
-    for name in _COUNTED if stop is not None else ():
+    for name in _ATTRIBUTES if stop is not None else ():
         setattr(stop, name, state.get(name))

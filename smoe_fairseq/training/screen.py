@@ -1,7 +1,7 @@
 """Output of training in a recipe: a line every few seconds.
 
-All other output of fairseq goes to ``--log-file``. Recipes set ``SMOE_SCREEN``, the seconds between two
-lines; without it, ``fairseq-train`` prints what fairseq prints.
+All other output of fairseq is written to ``--log-file``. Recipes set ``SMOE_SCREEN``, the seconds between
+two lines; without it, ``fairseq-train`` prints fairseq's messages.
 """
 
 import atexit
@@ -13,16 +13,16 @@ from collections.abc import Mapping
 from contextlib import suppress
 
 VARIABLE = "SMOE_SCREEN"
-CLEAR = "\r\033[K"  # of a terminal's line
+CLEAR = "\r\033[K"  # clears a terminal's line
 FORMAT = "%(asctime)s | %(levelname)s | %(name)s | %(message)s"  # fairseq's
 _screen = None
 
 
 def begin(cfg) -> None:
-    """Moves fairseq's messages from the screen to the log, on a rank that a recipe has started.
+    """Move fairseq's messages from the screen to the log, if a recipe has started this rank.
 
     Args:
-        cfg: fairseq's ``FairseqConfig``, before anything else is done with it.
+        cfg: fairseq's ``FairseqConfig``.
     """
     global _screen
     seconds, log = os.environ.get(VARIABLE), cfg.common.log_file
@@ -44,7 +44,7 @@ def begin(cfg) -> None:
 
 
 def after_update(updates: int) -> None:
-    """Shows an update when it is time to, with what fairseq has just logged of it."""
+    """Show an update if a line is due, with the values that fairseq has just logged."""
     if _screen is not None:
         from fairseq.logging import metrics
 
@@ -54,17 +54,17 @@ def after_update(updates: int) -> None:
 
 
 def after_save(updates: int, state: Mapping) -> None:
-    """Shows that a checkpoint was saved; ``state`` is what fairseq saves beside the model."""
+    """Show that a checkpoint was saved; ``state`` is its "extra_state"."""
     if _screen is not None:
         _screen.saved(updates, state.get("val_loss"), state.get("best"))
 
 
 class Screen:
-    """Lines of progress on standard output: one that is written over in a terminal, else one below another.
+    """Progress on standard output: in a terminal one line that is overwritten, else a list of lines.
 
     Args:
         seconds: between two lines.
-        max_update: where training ends; 0 where only its epochs are limited.
+        max_update: the last update; 0 if only epochs are limited.
         metric: of validation, by which fairseq chooses the best checkpoint.
     """
 
@@ -73,13 +73,13 @@ class Screen:
         self.max_update, self.metric = max_update, metric
         self.terminal = sys.stdout.isatty()
         self.began: tuple[float, int] | None = None  # time and number of the first update
-        self.shown = (0.0, 0)  # when a line was shown, and the words up to then
+        self.shown = (0.0, 0)  # time of the last line, and the number of words up to then
         self.words = 0
         if self.terminal:
             atexit.register(self._write, CLEAR)
 
     def update(self, updates: int, loss: float | None, words: float) -> None:
-        """Shows the first update, the last one, and those between that are due."""
+        """Show the first update, the last one, and those between that are due."""
         now = time.monotonic()
         self.words += words
         if self.began is None:
@@ -99,13 +99,12 @@ class Screen:
         self.shown = (now, self.words)
         self._line(" | ".join(parts), stays=not self.terminal)
 
-    def saved(self, updates: int, found: float | None, best: float | None) -> None:
-        """Shows a checkpoint, with the metric on the validation set where it was just computed."""
+    def saved(self, updates: int, value: float | None, best: float | None) -> None:
+        """Show a checkpoint, with the validation metric if it was just computed."""
         parts = [self._count(updates)]
-        if found is not None:
-            parts.append(
-                f"validation {self.metric} {found:.3f}{' (best)' if found == best else ''}"
-            )
+        if value is not None:
+            mark = " (best)" if value == best else ""
+            parts.append(f"validation {self.metric} {value:.3f}{mark}")
         self._line(" | ".join([*parts, "saved"]), stays=True)
 
     def _count(self, updates: int) -> str:
@@ -113,11 +112,10 @@ class Screen:
         return f"update {updates:,}{of}"
 
     def _line(self, text: str, stays: bool) -> None:
-        text = f"  {text}"
-        self._write((CLEAR if self.terminal else "") + text + ("\n" if stays else ""))
+        self._write((CLEAR if self.terminal else "") + f"  {text}" + ("\n" if stays else ""))
 
     def _write(self, text: str) -> None:
-        with suppress(OSError, ValueError):  # training goes on where nobody reads
+        with suppress(OSError, ValueError):  # training continues if standard output is closed
             sys.stdout.write(text)
             sys.stdout.flush()
 

@@ -1,4 +1,4 @@
-"""Checkpoints of sharded experts: one file of each rank, saved and loaded as a set."""
+"""Checkpoints of sharded experts: one file per rank, saved and loaded as a set."""
 
 import os
 import time
@@ -20,7 +20,7 @@ from smoe_fairseq.training import launch
 def save_sets(original, cfg, trainer, epoch_itr, val_loss):
     """Save one file per rank, as a set, if experts are sharded.
 
-    A run whose folder has been moved ends when fairseq has saved in a new one of that name.
+    If the folder was moved, the run ends once fairseq has saved in a new folder of that name.
     """
     if getattr(trainer, "expert_placement", None) is None:
         original(cfg, trainer, epoch_itr, val_loss)
@@ -32,9 +32,9 @@ def save_sets(original, cfg, trainer, epoch_itr, val_loss):
 
 
 def _check_folder(save_dir: str, trainer) -> None:
-    """Raise UsageError, on all ranks, if the first one has saved in another folder than at the start."""
-    began, now = getattr(trainer, "folder", None), launch.folder_identity(save_dir)
-    moved = began is not None and now not in (began, None)
+    """Raise UsageError, on all ranks, if rank 0 has saved in another folder than at the start."""
+    before, now = getattr(trainer, "folder", None), launch.folder_identity(save_dir)
+    moved = before is not None and now not in (before, None)
     if launch.broadcast(moved) if launch.is_distributed() else moved:
         raise UsageError(
             f"{save_dir} was moved while training: update {trainer.get_num_updates()} is in a new folder of "
@@ -45,7 +45,7 @@ def _check_folder(save_dir: str, trainer) -> None:
 @contextmanager
 def _sets(trainer):
     """Inside this context, files are published set by set, and all ranks list the same checkpoints."""
-    paths, listed = checkpoint_utils.PathManager, checkpoint_utils.checkpoint_paths
+    paths, list_paths = checkpoint_utils.PathManager, checkpoint_utils.checkpoint_paths
     rank = trainer.expert_placement.rank
 
     class PublishedPaths(paths):
@@ -56,16 +56,14 @@ def _sets(trainer):
             return True
 
     def checkpoint_paths(path, pattern=r"checkpoint(\d+)\.pt", keep_match=False):
-        # fairseq decides by the existing files what to save and remove. A run that was killed while
-        # removing files may have left different ones on different ranks, so rank 0's list counts.
-        found = launch.broadcast(listed(path, pattern, keep_match) if rank == 0 else None)
+        # fairseq saves and removes files depending on the existing ones. A run that was killed while
+        # removing files may have left different ones on different ranks, so all ranks use rank 0's list.
+        files = launch.broadcast(list_paths(path, pattern, keep_match) if rank == 0 else None)
 
         def own(file: str) -> str:
             return os.path.join(path, io.rank_file(io.set_name(file), rank).name)
 
-        return (
-            [(own(file), match) for file, match in found] if keep_match else list(map(own, found))
-        )
+        return [(own(file), match) for file, match in files] if keep_match else [*map(own, files)]
 
     checkpoint_utils.PathManager = PublishedPaths
     checkpoint_utils.checkpoint_paths = checkpoint_paths
@@ -73,7 +71,7 @@ def _sets(trainer):
     try:
         yield
     finally:
-        checkpoint_utils.PathManager, checkpoint_utils.checkpoint_paths = paths, listed
+        checkpoint_utils.PathManager, checkpoint_utils.checkpoint_paths = paths, list_paths
         trainer.save_name = None
 
 
@@ -88,7 +86,7 @@ def publish(path: str) -> None:
         os.fsync(file.fileno())
     names = {io.set_name(each).name for each in launch.all_gather(path)}
     if len(names) > 1:
-        raise UsageError(f"the processes save different files: {', '.join(sorted(names))}")
+        raise UsageError(f"the ranks save different files: {', '.join(sorted(names))}")
     os.replace(io.pending(path), path)
 
 
@@ -104,47 +102,47 @@ def recover(folder: Path, place: Placement) -> None:
     ]
     for name in sorted({name for names in launch.all_gather(own) for name in names}):
         file = io.rank_file(folder / name, place.rank)
-        final = waiting = unreadable = None
+        final = pending = message = None
         try:
-            final, waiting = io.record_of(file), io.record_of(io.pending(file))
-        except UsageError as error:  # not for its content, so that nothing is to be removed
-            unreadable = str(error)
-        if unreadable := next(filter(None, launch.all_gather(unreadable)), None):
-            raise UsageError(unreadable)
-        found = launch.all_gather([record for record in (final, waiting) if record])
-        if any(r.world_size != place.world_size for records in found for r in records):
+            final, pending = io.record_of(file), io.record_of(io.pending(file))
+        except UsageError as error:  # the file may be intact, so nothing must be removed
+            message = str(error)
+        if message := next(filter(None, launch.all_gather(message)), None):
+            raise UsageError(message)
+        gathered = launch.all_gather([record for record in (final, pending) if record])
+        if any(r.world_size != place.world_size for records in gathered for r in records):
             continue
-        newest = io.newest_whole([{r.save for r in records} for records in found])
+        newest = io.newest_whole([{r.save for r in records} for records in gathered])
         if newest is None and len(set(launch.all_gather(final and final.save))) > 1:
             continue  # no set is complete: the user decides which files to keep
-        if newest and waiting and waiting.save == newest and not (final and final.save == newest):
+        if newest and pending and pending.save == newest and not (final and final.save == newest):
             os.replace(io.pending(file), file)
         else:
             io.pending(file).unlink(missing_ok=True)
-    for half_written in folder.glob(f"*-rank-{place.rank}.pt*.tmp") if folder.is_dir() else ():
-        half_written.unlink()
+    for partial in folder.glob(f"*-rank-{place.rank}.pt*.tmp") if folder.is_dir() else ():
+        partial.unlink()
 
 
-# Before a checkpoint is loaded: the files have to be one set, made for this number of ranks.
+# Before a checkpoint is loaded: its files have to be one set for this number of ranks.
 
 DEFAULT = "checkpoint_last.pt"
 
 
 @replaces("fairseq.checkpoint_utils:load_checkpoint")
-def load_sets(original, cfg, trainer, **passed_on):
-    """Check that all ranks have a checkpoint, or none has, before fairseq looks for it on each rank."""
+def load_sets(original, cfg, trainer, **options):
+    """Check that all ranks have a checkpoint, or none has, before each rank loads its own."""
     place = getattr(trainer, "expert_placement", None)
     if place is not None:
         folder = Path(cfg.save_dir)
         recover(folder, place)
         last = io.rank_file(folder / DEFAULT, place.rank)
-        there = launch.all_gather((str(last), last.exists(), io.record_of(last)))
-        if cfg.restore_file == DEFAULT and len({exists for _, exists, _ in there}) > 1:
-            for file, _, record in there:
+        files = launch.all_gather((str(last), last.exists(), io.record_of(last)))
+        if cfg.restore_file == DEFAULT and len({exists for _, exists, _ in files}) > 1:
+            for file, _, record in files:
                 _check_world_size(file, folder / DEFAULT, place, record)
-            missing = next(file for file, exists, _ in there if not exists)
+            missing = next(file for file, exists, _ in files if not exists)
             raise UsageError(f"{missing} is missing: {folder / DEFAULT} is incomplete")
-    return original(cfg, trainer, **passed_on)
+    return original(cfg, trainer, **options)
 
 
 def check_files(trainer, path: Path, reset_optimizer: bool) -> None:
@@ -157,11 +155,9 @@ def check_files(trainer, path: Path, reset_optimizer: bool) -> None:
     if place is None:
         if first_block(trainer.get_model()) is not None:
             _check_unsharded(trainer, path)
-    elif (
-        io.rank_of(path) is None
-    ):  # as --finetune-from-model may name it: each process takes its own
+    elif io.rank_of(path) is None:  # --finetune-from-model: each rank selects its experts
         if path.exists() and not reset_optimizer:
-            raise UsageError(f"{path} is of one process: divide it first with smoe reshard")
+            raise UsageError(f"{path} is of one rank: divide it first with smoe reshard")
     else:
         _check_sharded(trainer, path, place)
 
@@ -169,21 +165,21 @@ def check_files(trainer, path: Path, reset_optimizer: bool) -> None:
 def check_dictionaries(trainer, path: Path) -> None:
     """Raise UsageError if the checkpoint was trained with other dictionaries of the same size."""
     loads = trainer.expert_placement is not None or trainer.data_parallel_rank == 0
-    found = io.difference(path, io.content_of(path), trainer.task) if loads else None
+    message = io.dictionary_mismatch(path, io.content_of(path), trainer.task) if loads else None
     if launch.is_distributed():
-        found = next(filter(None, launch.all_gather(found)), None)
-    if found:
-        raise UsageError(found)
+        message = next(filter(None, launch.all_gather(message)), None)
+    if message:
+        raise UsageError(message)
 
 
 def _check_unsharded(trainer, path: Path) -> None:
-    """A run without sharded experts does not start anew beside the files of one with them."""
+    """Raise UsageError if a run without sharded experts would start anew next to a set of sharded ones."""
     if trainer.data_parallel_rank > 0:
         return
     files = {} if path.exists() else rank_files(path)
     if files:
         raise UsageError(
-            f"{files[min(files)]} is of {len(files)} processes: resume with as many and --expert-parallel, "
+            f"{files[min(files)]} is of {len(files)} ranks: resume with as many and --expert-parallel, "
             f"or make one file with smoe reshard {path} --world-size 1 --output {path}"
         )
     record = io.record_of(path)
@@ -194,42 +190,40 @@ def _check_unsharded(trainer, path: Path) -> None:
 def _check_world_size(file: str, name: Path, place, record: io.Record | None) -> None:
     if record is not None and record.world_size != place.world_size:
         raise UsageError(
-            f"{file} is of a set for {record.world_size} processes: make one for {place.world_size} with "
+            f"{file} is of a set for {record.world_size} ranks: make one for {place.world_size} with "
             f"smoe reshard {name} --world-size {place.world_size} --output another/folder/{name.name}"
         )
 
 
 def _check_sharded(trainer, path: Path, place) -> None:
     """Check the files of all ranks. All ranks raise the same error."""
-    found = None
+    own = None  # a record, or an error message
     if path.exists():
         try:
-            found = (
-                io.Record.of(io.open_checkpoint(path)) or "it does not say whose experts it holds"
-            )
+            own = io.Record.of(io.open_checkpoint(path)) or "it has no record of its experts"
         except UsageError as error:
-            found = str(error)
-    everyones = launch.all_gather((str(path), found))
-    name = io.set_name(everyones[0][0])
-    if all(record is None for _, record in everyones):
-        return _check_nothing(trainer, everyones[0][0])
-    for file, record in everyones:
+            own = str(error)
+    records = launch.all_gather((str(path), own))
+    name = io.set_name(records[0][0])
+    if all(record is None for _, record in records):
+        return _check_new_run(trainer, records[0][0])
+    for file, record in records:
         if isinstance(record, str):
             raise UsageError(record if file in record else f"{file}: {record}")
         _check_world_size(file, name, place, record)
-    for file, record in everyones:
+    for file, record in records:
         if record is None:
             raise UsageError(f"{file} is missing: {name} is incomplete")
-    io.check_set({Path(file): record for file, record in everyones})
+    io.check_set({Path(file): record for file, record in records})
 
 
-def _check_nothing(trainer, path: str) -> None:
-    """No rank has a file: this is a new run, unless the user asked to resume."""
+def _check_new_run(trainer, path: str) -> None:
+    """Raise UsageError if no rank has a file, but the user seems to resume a run."""
     name = io.set_name(path)
     if io.rank_of(name) is not None:
         raise UsageError(f"{name} is the file of one rank: expected {io.set_name(name)}")
     if name.exists():
         raise UsageError(
-            f"{name} is of one process: divide it with smoe reshard {name} --world-size "
+            f"{name} is of one rank: divide it with smoe reshard {name} --world-size "
             f"{trainer.expert_placement.world_size} --output {name}, or choose another --save-dir"
         )

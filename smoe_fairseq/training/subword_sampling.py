@@ -1,10 +1,10 @@
 """Subword regularisation (``--subword-sampling ALPHA``): training text is split anew in each epoch.
 
-BPE-dropout (Provilkov et al. 2020) for a sentencepiece model of BPE; for a unigram model one of the best
-segmentations of each word (Kudo 2018). The text stays the same. Validation and test text is not sampled.
+BPE-dropout (Provilkov et al. 2020) for a BPE model of sentencepiece; for a unigram model one of the best
+segmentations of each word (Kudo 2018). Validation and test text is not sampled.
 
-sentencepiece's own sampling is not used: with the same seed, 0.2.3 draws differently in each process, so that
-ranks would disagree and no run could resume.
+sentencepiece's own sampling is not used: with the same seed, version 0.2.3 draws differently in each process,
+so ranks would disagree and no run could resume.
 """
 
 import functools
@@ -26,11 +26,11 @@ from smoe_fairseq.files import read_subwords
 from smoe_fairseq.models.hub import BEGINS_WORD, subwords_of
 
 FLAG = "--subword-sampling"
-MEASURED = 256  # sentences that tell how much longer sampling makes them
-SHARE = 0.95  # of the draws, which the sizes of batches have room for
-DRAWS = 16  # for a segmentation that fits, before a sentence stays as it is
-BEST = 16  # segmentations of a word
-CACHED = 1 << 15  # words
+MEASURED = 256  # sentences from which the growth of lengths is estimated
+QUANTILE = 0.95  # of the growth of lengths, for which batches have room
+MAX_DRAWS = 16  # for a segmentation that fits; then a sentence stays unchanged
+N_BEST = 16  # segmentations of a word
+MAX_CACHED = 1 << 15  # words
 logger = logging.getLogger(__name__)
 
 
@@ -39,8 +39,8 @@ def sample_subwords(task, subset: str, alpha: float, seed: int, most: tuple[int,
 
     Args:
         subset: the name of the training text.
-        alpha: for a BPE model the probability to leave out a merge; for a unigram model the exponent of the
-            probabilities, of which a smaller one gives more variety.
+        alpha: for a BPE model the probability to skip a merge; for a unigram model the exponent of the
+            probabilities: smaller values give more variety.
         most: the maximum lengths of source and target in tokens.
 
     Raises:
@@ -50,7 +50,7 @@ def sample_subwords(task, subset: str, alpha: float, seed: int, most: tuple[int,
     data = split_paths(getattr(options, "data", None) or "")[0]
     model = subwords_of(data)
     if model is None:
-        raise UsageError(f"{FLAG}: expected spm.model, by which the text was divided, in {data}")
+        raise UsageError(f"{FLAG}: expected the subword model spm.model in {data}")
     if getattr(options, "num_batch_buckets", 0):
         raise UsageError(f"--num-batch-buckets with {FLAG}, which changes lengths: leave one out")
     samplers = [Sampler(model, d, alpha) for d in (task.source_dictionary, task.target_dictionary)]
@@ -61,16 +61,16 @@ def sample_subwords(task, subset: str, alpha: float, seed: int, most: tuple[int,
         load(split, epoch=epoch, **others)
         if split != subset:
             return
-        found = task.datasets[split]
-        parts = getattr(found, "datasets", None)
+        dataset = task.datasets[split]
+        parts = getattr(dataset, "datasets", None)
         pairs = [
             part
             if isinstance(part, SampledPairs)
             else SampledPairs(part, samplers, seed, most, epoch)
-            for part in (parts if isinstance(parts, list) else [found])
+            for part in (parts if isinstance(parts, list) else [dataset])
         ]
         if isinstance(parts, list):
-            found.datasets = pairs
+            dataset.datasets = pairs
         else:
             task.datasets[split] = pairs[0]
 
@@ -78,66 +78,69 @@ def sample_subwords(task, subset: str, alpha: float, seed: int, most: tuple[int,
 
 
 class Sampler:
-    """Samples the subwords of sentences that are numbers of a dictionary, each word by itself.
+    """Samples the subwords of sentences of token ids, word by word.
 
-    What the model would divide otherwise is left as it is, such as the token of a language.
+    Words that the model would split differently, such as a language's token, stay unchanged.
     """
 
     def __init__(self, model: Path, dictionary: Dictionary, alpha: float):
         self.model = read_subwords(model)
-        self.alpha, self.numbers, self.symbols = alpha, dictionary.indices, dictionary.symbols
+        self.alpha, self.ids, self.symbols = alpha, dictionary.indices, dictionary.symbols
         self.special = dictionary.nspecial
         pieces = map(self.model.id_to_piece, range(self.model.get_piece_size()))
         scores = {piece: self.model.get_score(i) for i, piece in enumerate(pieces)}
-        self.scores = {piece: score for piece, score in scores.items() if piece in self.numbers}
-        self.known: dict[tuple[str, ...], Any] = {}  # results of `_prepared` by word
+        self.scores = {piece: score for piece, score in scores.items() if piece in self.ids}
+        self.cache: dict[tuple[str, ...], Any] = {}  # results of `_segmentations` by word
         try:
             self.is_unigram = bool(self.model.nbest_encode("a", nbest_size=1))
         except RuntimeError:  # sentencepiece 0.2.1 returns nothing
             self.is_unigram = False
 
     def __call__(self, tokens: Tensor, seed: str, most: int) -> Tensor:
-        """Another segmentation of at most ``most`` tokens, always the same for a seed."""
+        """Another segmentation of at most ``most`` tokens, determined by the seed."""
         words: list[list[str]] = []
-        for number in tokens.tolist():
-            symbol = self.symbols[number]
-            if not words or number < self.special or symbol.startswith(BEGINS_WORD):
+        for id_ in tokens.tolist():
+            symbol = self.symbols[id_]
+            if not words or id_ < self.special or symbol.startswith(BEGINS_WORD):
                 words.append([])
             words[-1].append(symbol)
         generator = random.Random(seed)
-        for _ in range(DRAWS):
+        for _ in range(MAX_DRAWS):
             drawn = [piece for word in words for piece in self._draw(tuple(word), generator)]
             if len(drawn) <= most:
-                return torch.tensor([self.numbers[piece] for piece in drawn]).to(tokens)
+                return torch.tensor([self.ids[piece] for piece in drawn]).to(tokens)
         return tokens
 
     def _draw(self, word: tuple[str, ...], generator: random.Random) -> Sequence[str]:
-        if word not in self.known:
-            if len(self.known) == CACHED:
-                self.known.clear()
-            self.known[word] = self._prepared(word)
-        found = self.known[word]
-        if found is None:
+        if word not in self.cache:
+            if len(self.cache) == MAX_CACHED:
+                self.cache.clear()
+            self.cache[word] = self._segmentations(word)
+        cached = self.cache[word]
+        if cached is None:
             return word
         if not self.is_unigram:
-            return self._merged(found, self.alpha, generator)
-        return generator.choices(found[0], cum_weights=found[1])[0]
+            return self._merge(cached, self.alpha, generator)
+        return generator.choices(cached[0], cum_weights=cached[1])[0]
 
-    def _prepared(self, word: tuple[str, ...]):
-        """The best segmentations with cumulative weights, or the word's letters; None to leave it alone."""
+    def _segmentations(self, word: tuple[str, ...]):
+        """For a unigram model the best segmentations and their cumulative weights; for BPE the letters.
+
+        None for a word that stays unchanged.
+        """
         text = self.model.decode(list(word))
         if not text or tuple(self.model.encode(text, out_type=str)) != word:
             return None
         if not self.is_unigram:
             letters = "".join(word)
-            return letters if self._merged(letters, 0, random.Random(0)) == [*word] else None
-        best = self.model.nbest_encode(text, nbest_size=BEST, out_type=str)
-        best = [each for each in best if self.scores.keys() >= set(each)]
-        totals = np.array([sum(self.scores[piece] for piece in each) for each in best])
+            return letters if self._merge(letters, 0, random.Random(0)) == [*word] else None
+        best = self.model.nbest_encode(text, nbest_size=N_BEST, out_type=str)
+        best = [pieces for pieces in best if self.scores.keys() >= set(pieces)]
+        totals = np.array([sum(self.scores[piece] for piece in pieces) for pieces in best])
         return best, np.exp(self.alpha * (totals - totals.max())).cumsum().tolist()
 
-    def _merged(self, letters: str, dropout: float, generator: random.Random) -> list[str]:
-        """The pieces of BPE, where each possible merge is left out with a probability at each step."""
+    def _merge(self, letters: str, dropout: float, generator: random.Random) -> list[str]:
+        """BPE that skips each possible merge at each step with probability ``dropout``."""
         pieces = [*letters]
         while True:
             merges = [
@@ -152,15 +155,15 @@ class Sampler:
 
 
 class SampledPairs(BaseWrapperDataset):
-    """Pairs of sentences with sampled subwords, the same for a seed, an epoch and a pair.
+    """Pairs of sentences with sampled subwords, determined by seed, epoch and pair.
 
-    fairseq makes batches by `sizes` before anything is sampled. So these are upper bounds, and no batch has
-    more than ``--max-tokens``: a sentence's length times a factor that 95 percent of the draws stay below.
-    Draws that are longer are repeated.
+    fairseq makes batches by `sizes` before anything is sampled. So these are upper bounds, which keep batches
+    within ``--max-tokens``: a sentence's length times a factor above that of 95 percent of the draws.
+    Longer draws are repeated.
 
     Args:
         samplers: of source and target.
-        most: bounds are at most that, unless the sentence itself is longer.
+        most: maximum of the bounds, unless the sentence itself is longer.
     """
 
     def __init__(self, pairs, samplers, seed: int, most: tuple[int, int], epoch: int):
@@ -172,19 +175,19 @@ class SampledPairs(BaseWrapperDataset):
         some_S = np.unique(np.linspace(0, len(pairs) - 1, MEASURED).astype(int))
         long = (1 << 30, 1 << 30)
         drawn_S2 = np.array([[len(t) for t in self._draw(pairs[i], long)] for i in some_S])
-        growth_2 = np.quantile(drawn_S2 / lengths_N2[some_S], SHARE, axis=0).clip(min=1)
+        growth_2 = np.quantile(drawn_S2 / lengths_N2[some_S], QUANTILE, axis=0).clip(min=1)
         bounds_N2 = np.minimum(np.ceil(lengths_N2 * growth_2), most)
         self._sizes_N2 = np.maximum(bounds_N2, lengths_N2).astype(lengths_N2.dtype)
-        self.epoch = epoch  # not before: sizes are those of a run that began in another epoch
+        self.epoch = epoch  # set here, so that sizes do not depend on it and runs can resume
         logger.info(
             f"{FLAG}: sentences have {drawn_S2.sum() / lengths_N2[some_S].sum():.2f} times the subwords; "
             f"batches have room for {growth_2[0]:.2f} (source) and {growth_2[1]:.2f} (target)"
         )
 
     def _draw(self, example: dict, most) -> list[Tensor]:
-        place = f"{self.seed} {self.epoch} {example['id']}"
+        seed = f"{self.seed} {self.epoch} {example['id']}"
         sides = zip(self.samplers, ("source", "target"), most, strict=True)
-        return [draw(example[side], f"{place} {side}", int(limit)) for draw, side, limit in sides]
+        return [draw(example[side], f"{seed} {side}", int(limit)) for draw, side, limit in sides]
 
     def __getitem__(self, index):
         example = self.dataset[index]

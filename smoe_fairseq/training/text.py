@@ -1,4 +1,4 @@
-"""Names the files of text and dictionaries that do not belong together, for all commands of fairseq."""
+"""Error messages that name mismatched data files and dictionaries, for all commands of fairseq."""
 
 from smoe_fairseq.compat.replacing import replaces
 from smoe_fairseq.errors import UsageError
@@ -15,9 +15,9 @@ def name_uneven_pair(original, pairs, src, src_sizes, src_dict, tgt=None, *other
 
 
 def _path_of(dataset) -> str:
-    """The file below wrapped data, without its ending."""
-    while within := getattr(dataset, "datasets", None) or getattr(dataset, "dataset", None):
-        dataset = within[0] if isinstance(within, list) else within
+    """The file of a data set, which may be wrapped in others, without its extension."""
+    while inner := getattr(dataset, "datasets", None) or getattr(dataset, "dataset", None):
+        dataset = inner[0] if isinstance(inner, list) else inner
     return getattr(dataset, "_path", "the data")
 
 
@@ -44,8 +44,8 @@ def _flags(args, pair: str) -> str:
 @replaces("fairseq.tasks.translation_multi_simple_epoch:MultilingualDatasetManager.load_langs")
 def name_unknown_language(original, _, args, **options):
     langs = original(_, args, **options)
-    of_search = args.source_lang or args.target_lang
-    for pair in [f"{args.source_lang}-{args.target_lang}"] if of_search else args.lang_pairs:
+    has_direction = args.source_lang or args.target_lang
+    for pair in [f"{args.source_lang}-{args.target_lang}"] if has_direction else args.lang_pairs:
         if len(pair.split("-")) != 2 or not {*pair.split("-")} <= {*langs}:
             raise UsageError(
                 f"{_flags(args, pair)}: expected two of the languages {','.join(langs)} of {args.data}"
@@ -61,5 +61,5 @@ def name_other_dictionary(_, task, dicts, source_langs, target_langs) -> None:
         for first, *others in (source_langs, target_langs):
             for other in others:
                 if dicts[first] != dicts[other]:
-                    one, two = (getattr(dicts[name], "read_from", name) for name in (first, other))
-                    raise UsageError(f"{two} is not as {one}: expected one dictionary for all")
+                    files = [getattr(dicts[name], "read_from", name) for name in (other, first)]
+                    raise UsageError(f"{' differs from '.join(files)}: expected equal dictionaries")

@@ -2,7 +2,6 @@
 
 import copy
 import logging
-import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -37,8 +36,8 @@ def update_gates(model: nn.Module, logging_outputs: Iterable[Mapping]) -> None:
     logs, observed = list(logging_outputs), {}
     for name, block in transformer.moe_blocks(model).items():
         key = f"{transformer.OBSERVED}{name}"
-        if numbers := [log[key] for log in logs if key in log]:
-            observed[block] = torch.as_tensor(sum(numbers), device=block.stratum_of_expert.device)
+        if counts := [log[key] for log in logs if key in log]:
+            observed[block] = torch.as_tensor(sum(counts), device=block.stratum_of_expert.device)
     for block, observed_LN in observed.items():
         if block.gates[0].shares_counts:
             observed_LN = sum(each.sum(0) for each in observed.values()).expand_as(observed_LN)
@@ -47,11 +46,11 @@ def update_gates(model: nn.Module, logging_outputs: Iterable[Mapping]) -> None:
 
 logger = logging.getLogger(__name__)
 RESETS = "--reset-optimizer --reset-lr-scheduler --reset-dataloader --reset-meters"
-MOST_SKIPPED = 3  # updates one after another for which no rank had the memory
+MAX_SKIPPED = 3  # consecutive updates for which all ranks ran out of memory
 
 
 def learns_by_updates(models: Iterable[nn.Module]) -> str | None:
-    """The flag by which gates learn from the counts of an update, and not by gradients alone."""
+    """The flag with which gates learn from the counts of an update, not only from gradients."""
     for block in (block for model in models for block in transformer.moe_blocks(model).values()):
         if block.stats_builder.num_observed:
             bias = block.config.balance == "bias"
@@ -69,8 +68,9 @@ class SMoETrainer(Trainer):
         folder: the identity of ``--save-dir`` at the start; None if there is none.
         save_name: the name of the set that is being saved, else None.
         in_update: whether an update is running.
-        lacks_memory: whether a batch of the running update did not fit into this rank's memory.
-        skipped: updates since the last one that was made, for which no rank had the memory.
+        lacks_memory: whether this rank ran out of memory in the running update.
+        skipped: consecutive updates for which all ranks ran out of memory.
+        known_logs: the last logging output, from which a rank without one makes zeros.
 
     Raises:
         UsageError: flags, data, folder or checkpoint do not fit the run.
@@ -113,11 +113,10 @@ class SMoETrainer(Trainer):
     def state_dict(self):
         """fairseq's content, the dictionaries' checksums, and a record of the experts in this file.
 
-        ``expert_parallel`` is cleared in its config, so that a consolidated checkpoint loads anywhere
-        without a flag.
+        ``expert_parallel`` is false in its config, so that a consolidated checkpoint loads without flags.
         """
         state = super().state_dict()
-        state[io.DICTIONARIES] = io.noted(self.task)
+        state[io.DICTIONARIES] = io.dictionary_checksums(self.task)
         block = transformer.first_block(self.get_model())
         if block is None:
             return state
@@ -129,7 +128,10 @@ class SMoETrainer(Trainer):
         else:
             model.expert_parallel = False
         cfg["checkpoint"] = {**cfg["checkpoint"], "checkpoint_suffix": ""}
-        named = [*self.get_model().named_parameters(), *self.get_criterion().named_parameters()]
+        parameters = [
+            *self.get_model().named_parameters(),
+            *self.get_criterion().named_parameters(),
+        ]
         state[RECORD] = Record(
             save=self.save_name or sharded_checkpoints.new_save_name(),
             num_updates=self.get_num_updates(),
@@ -141,15 +143,15 @@ class SMoETrainer(Trainer):
             },
             world_size=place.world_size,
             rank=place.rank,
-            parameters=tuple(name for name, parameter in named if parameter.requires_grad),
+            parameters=tuple(name for name, parameter in parameters if parameter.requires_grad),
         ).as_dict()
         return state
 
     def consolidate_optimizer(self):
         """As fairseq's, when all ranks save.
 
-        Inside an update, only crash.pt is saved, perhaps by this rank alone. It cannot gather the
-        optimizer's state from the others, so it is saved without.
+        Inside an update, only crash.pt is saved, perhaps by this rank alone, which then cannot gather the
+        optimizer's state from the others. So the file lacks this state.
         """
         if self.in_update and hasattr(self.optimizer.optimizer, "consolidate_state_dict"):
             self._gathered_optim_state = {}
@@ -166,13 +168,12 @@ class SMoETrainer(Trainer):
             super().save_checkpoint(str(pending(filename)), extra_state)
             sharded_checkpoints.publish(filename)
             screen.after_save(self.get_num_updates(), extra_state)
-        else:  # crash.pt, perhaps of this rank alone, so it must not wait for others
-            path, ending = os.path.splitext(filename)
-            rank = self.expert_placement.rank
-            super().save_checkpoint(f"{path}-rank-{rank}{ending}", extra_state)
+        else:  # crash.pt, perhaps by this rank alone, which must not wait for others
+            path = io.rank_file(filename, self.expert_placement.rank)
+            super().save_checkpoint(str(path), extra_state)
 
     def load_checkpoint(self, filename, reset_optimizer=False, *rest, reset_meters=False, **more):
-        """As fairseq's, after checking the files. A finished run with experts trains nothing more."""
+        """As fairseq's, after checking the files. A finished run with experts does not train further."""
         sharded_checkpoints.check_files(self, Path(filename), reset_optimizer)
         sharded_checkpoints.check_dictionaries(self, Path(filename))
         with naming_file(filename, f"its state, which {RESETS} leave out,"):
@@ -180,39 +181,38 @@ class SMoETrainer(Trainer):
                 extra_state = super().load_checkpoint(
                     filename, reset_optimizer, *rest, reset_meters=reset_meters, **more
                 )
-            except Exception as error:  # fairseq replaces the model's message by its own
-                its = error.__context__
-                if isinstance(its, UsageError) and not isinstance(error, UsageError):
-                    raise UsageError(f"{filename}: {its}") from None
+            except Exception as error:  # fairseq replaces the model's error by its own
+                cause = error.__context__
+                if isinstance(cause, UsageError) and not isinstance(error, UsageError):
+                    raise UsageError(f"{filename}: {cause}") from None
                 raise
         if extra_state is not None:
             self._check_loaded(filename, reset_optimizer)
-            # --finetune-from-model resets both here, not in the flags; fairseq's best score is the same.
+            # For --finetune-from-model these arguments are set although the flags are not.
             if not (reset_optimizer or reset_meters):
                 program.set_early_stop(extra_state.get(program.EARLY_STOP, {}))
         optimization = self.cfg.optimization
-        if 0 < optimization.max_update <= self.get_num_updates() and transformer.first_block(
-            self.get_model()
-        ):
+        finished = 0 < optimization.max_update <= self.get_num_updates()
+        if finished and transformer.first_block(self.get_model()):
             # fairseq checks --max-update only after an update, so it would make one more.
             logger.info(f"--max-update {optimization.max_update}: nothing is left to train")
             optimization.max_epoch = -1
         return extra_state
 
     def _check_loaded(self, filename: str, reset_optimizer: bool) -> None:
-        """Raise UsageError where training cannot go on with what was loaded, or would begin anew unasked."""
+        """Raise UsageError unless training can continue from the loaded state."""
         io.check_finite(filename, self.get_model().named_parameters())
         if reset_optimizer:
             return
-        made = self._optim_history[-1]["num_updates"]
+        updates = self._optim_history[-1]["num_updates"]
         state = getattr(self.optimizer.optimizer, "state", {})
-        # Others may have no state, such as SGD without momentum, or a rank that shares it with others.
+        # The state may be empty for SGD without momentum, or if it is sharded over ranks.
         is_adam = self.cfg.optimizer._name == "adam"
-        has_own = is_adam and self.cfg.distributed_training.zero_sharding == "none"
-        if made != self.get_num_updates() or (made and has_own and not state):
+        has_state = is_adam and self.cfg.distributed_training.zero_sharding == "none"
+        if updates != self.get_num_updates() or (updates and has_state and not state):
             raise UsageError(
-                f"{filename} has no optimizer state to go on with from its {made} updates: expected "
-                f"--finetune-from-model {filename} to begin anew with its parameters, or {RESETS}"
+                f"{filename} lacks the optimizer state after its {updates} updates: expected "
+                f"--finetune-from-model {filename} to start anew with its parameters, or {RESETS}"
             )
         for parameter, values in state.items():
             for name in {"exp_avg", "exp_avg_sq"} & values.keys():
@@ -232,23 +232,23 @@ class SMoETrainer(Trainer):
     def train_step(self, samples, *others, **options):
         """As fairseq's, with one message if the loss or gradients are no longer finite.
 
-        At the end of an epoch, a rank without data gets an empty batch that keeps it in step. Empty
-        batches are sorted first, since fairseq treats all batches of an update as its last one.
+        At the end of an epoch, a rank without data gets an empty batch, so that it makes the same collective
+        calls. Empty batches are sorted first, since fairseq treats all batches after one as the last.
         """
         if begin_update := getattr(self.get_criterion(), "begin_update", None):
             begin_update()
         self.in_update, self.lacks_memory = True, False
         try:
             # fully_sharded gathers the weights anew for each batch.
-            alike = cast_once() if len(samples) > 1 and not self.is_fsdp else nullcontext()
-            with dummies_left_out(self.task), self._advising(), alike:
+            casting = cast_once() if len(samples) > 1 and not self.is_fsdp else nullcontext()
+            with exclude_dummies(self.task), self._advising(), casting:
                 log = super().train_step(sorted(samples, key=bool), *others, **options)
-            if log is not None:  # None where an update was skipped
+            if log is not None:  # None if the update was skipped
                 screen.after_update(self.get_num_updates())
                 self.skipped = 0
             if self.lacks_memory:
                 self.skipped += log is None
-                if self.skipped >= MOST_SKIPPED:
+                if self.skipped >= MAX_SKIPPED:
                     raise UsageError(f"out of memory {self.skipped} times: {self._smaller_batch()}")
                 logger.warning(f"a batch was skipped: {self._smaller_batch()}")
             return log
@@ -261,23 +261,23 @@ class SMoETrainer(Trainer):
             self.in_update = False
 
     def valid_step(self, sample, raise_oom=False):
-        """As fairseq's."""
+        """As fairseq's; if memory runs out, the message advises a smaller batch."""
         with self._advising("_valid"):
             return super().valid_step(sample, raise_oom)
 
     @contextmanager
     def _advising(self, which: str = "") -> Iterator[None]:
-        """The end of a run for want of memory names a smaller batch."""
+        """If memory runs out, raise UsageError that advises a smaller batch."""
         try:
             yield
         except RuntimeError as error:
             if "out of memory" not in str(error):
                 raise
-            said = ". ".join(" ".join(str(error).split()).split(". ")[:2])
-            raise UsageError(f"{said}: {self._smaller_batch(which)}") from error
+            message = ". ".join(" ".join(str(error).split()).split(". ")[:2])
+            raise UsageError(f"{message}: {self._smaller_batch(which)}") from error
 
     def _smaller_batch(self, which: str = "") -> str:
-        """The flags to try: of training, or of validation (``which`` is "_valid"), which has no updates."""
+        """The flags to try: of training, or of validation (``which`` is "_valid")."""
         data = self.cfg.dataset
         name = f"max_tokens{which}" if data.max_tokens else f"batch_size{which}"
         size, frequency = getattr(data, name) or 1, self.cfg.optimization.update_freq[0]
@@ -287,7 +287,7 @@ class SMoETrainer(Trainer):
         return f"try {flag(name)} {size} --update-freq {frequency}, which is the same batch"
 
     def _prepare_sample(self, sample, is_dummy=False):
-        """As fairseq's; marks a dummy batch, which keeps this rank in step, by ``is_dummy``."""
+        """As fairseq's; marks a dummy batch, which a rank without data gets, by ``is_dummy``."""
         sample, is_dummy = super()._prepare_sample(sample, is_dummy)
         return {**sample, "is_dummy": True} if is_dummy else sample, is_dummy
 
@@ -298,18 +298,18 @@ class SMoETrainer(Trainer):
                 return None
             return super()._reduce_and_log_stats(logging_outputs, sample_size, grad_norm)
         logs = [*(logging_outputs or []), {"norm": grad_norm, "size": sample_size}]
-        *logs, own = on_host(logs)
-        if self.in_update and not own["size"]:
+        *logs, update = on_host(logs)
+        if self.in_update and not update["size"]:
             return None
         if torch.is_tensor(grad_norm):
-            grad_norm = torch.tensor(own["norm"])
-        kept = None if logging_outputs is None else logs
+            grad_norm = torch.tensor(update["norm"])
         if self.model.training:
             update_gates(self.get_model(), logs)
-        return super()._reduce_and_log_stats(kept, sample_size, grad_norm)
+        logs = None if logging_outputs is None else logs
+        return super()._reduce_and_log_stats(logs, sample_size, grad_norm)
 
     def _aggregate_logging_outputs(self, logging_outputs, *numbers, ignore=False):
-        """As fairseq's; a rank that had memory for no batch takes part by zeros, which others expect."""
+        """As fairseq's; a rank whose batches all ran out of memory contributes zeros."""
         if logging_outputs:
             self.known_logs = logging_outputs[:1]
         elif not self.known_logs:
@@ -324,28 +324,27 @@ class SMoETrainer(Trainer):
         """Clip by the gradient norm over the experts of all ranks."""
         if self.expert_placement is None:
             return super().clip_grad_norm(clip_norm)
-        marked = (
+        placements = [
             experts.placement
             for experts in transformer.experts_of(self.get_model()).values()
             for parameter in experts.parameters()
             if parameter.requires_grad
-        )
-        norm = ExpertNorm(list(marked))
-        return self.optimizer.clip_grad_norm(clip_norm, aggregate_norm_fn=norm)
+        ]
+        return self.optimizer.clip_grad_norm(clip_norm, aggregate_norm_fn=ExpertNorm(placements))
 
     def _log_oom(self, exc):
-        """As fairseq's, which then skips the batch; raises UsageError where that helps nobody."""
+        """As fairseq's, which then skips the batch; raises UsageError if other ranks wait for it."""
         super()._log_oom(exc)
         self.lacks_memory = True
         which = "" if self.in_update else "_valid"
         blocks = transformer.moe_blocks(self.get_model()).values()
         back_end = self.cfg.distributed_training.ddp_backend
-        waiting = {  # other ranks, for this one's tokens, counts or gradients
+        others_wait = {  # for this rank's tokens, counts or gradients
             "--expert-parallel": self.expert_placement is not None,
             "--moe-balance-over update": any(b.balance_over == "update" for b in blocks),
-            f"--ddp-backend {back_end}": self.in_update and back_end not in launch.KNOWS_EXPERTS,
+            f"--ddp-backend {back_end}": self.in_update and back_end not in launch.SUPPORTS_EXPERTS,
         }
-        name = next((flag for flag, waits in waiting.items() if waits), None)
+        name = next((flag for flag, wait in others_wait.items() if wait), None)
         if name and self.data_parallel_world_size > 1:
             raise UsageError(
                 f"rank {self.data_parallel_rank} is out of memory with {name}: {self._smaller_batch(which)}"
@@ -353,17 +352,17 @@ class SMoETrainer(Trainer):
 
 
 @contextmanager
-def dummies_left_out(task) -> Iterator[None]:
-    """Inside this context, batches whose gradient is ignored are left out of the log.
+def exclude_dummies(task) -> Iterator[None]:
+    """Inside this context, batches whose gradient is ignored are excluded from the log.
 
     It can be nested: after an overflow with ``--amp``, fairseq's `train_step` calls itself.
     """
-    of_task = task.train_step
-    outer = vars(task).get("train_step")  # None: that of the task's class
+    original = task.train_step
+    outer = vars(task).get("train_step")  # None: the method of the task's class
 
     def train_step(*arguments, ignore_grad=False, **options):
-        loss, size, log = of_task(*arguments, ignore_grad=ignore_grad, **options)
-        return (loss, size * 0, _nothing_of(log)) if ignore_grad else (loss, size, log)
+        loss, size, log = original(*arguments, ignore_grad=ignore_grad, **options)
+        return (loss, size * 0, _zeros_like(log)) if ignore_grad else (loss, size, log)
 
     task.train_step = train_step
     try:
@@ -375,8 +374,8 @@ def dummies_left_out(task) -> Iterator[None]:
             task.train_step = outer
 
 
-def _nothing_of(value):
+def _zeros_like(value):
     if isinstance(value, Mapping):
-        return {key: _nothing_of(each) for key, each in value.items()}
+        return {key: _zeros_like(each) for key, each in value.items()}
     numbers = Tensor | numpy.ndarray | numpy.number | int | float
     return value * 0 if isinstance(value, numbers) else value

@@ -1,13 +1,14 @@
 """Validation by translations: chrF++ and BLEU of the first validation sentences of each direction.
 
-``--validate-sentences N`` of the criterion enables it at each validation, by our own search. The numbers are
-logged as ``valid_chrf`` and ``valid_bleu``, means over the directions, and ``--best-checkpoint-metric chrf``
-chooses checkpoints by them. Text is joined subwords, so the numbers only compare
-checkpoints of one run; ``smoe evaluate`` scores against the raw references.
+``--validate-sentences N`` of the criterion enables it at each validation, with our own search. The means over
+the directions are logged as ``valid_chrf`` and ``valid_bleu``; ``--best-checkpoint-metric chrf`` selects
+checkpoints by them. Text is joined subwords, so the numbers only compare checkpoints of one run;
+``smoe evaluate`` scores against the raw references.
 """
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import islice
 
 import torch
 from torch import Tensor
@@ -15,11 +16,11 @@ from torch import Tensor
 from smoe_fairseq.errors import UsageError
 from smoe_fairseq.models.hub import has_pieces
 
-MAX_TOKENS = 4096  # of source, padding included, that are translated at a time
+MAX_TOKENS = 4096  # of source in a batch, padding included
 
 
 def score_by_translations(get_valid_stats, cfg, trainer, stats, tracking_best):
-    """Have fairseq-train add the scores to the numbers of a validation."""
+    """Add the scores to the numbers of fairseq's validation."""
     number = getattr(trainer.get_criterion(), "validate_sentences", 0)
     if number and tracking_best:
         stats = {**stats, **scores(trainer, number, trainer.get_criterion().validate_beam)}
@@ -27,7 +28,7 @@ def score_by_translations(get_valid_stats, cfg, trainer, stats, tracking_best):
 
 
 def check(criterion, model) -> None:
-    """Raise UsageError where a criterion asks for the translations of a model that our search lacks."""
+    """Raise UsageError if a criterion needs translations, but our search does not support the model."""
     from smoe_fairseq.models.transformer import SMoETransformerModel
 
     if getattr(criterion, "validate_sentences", 0) and not isinstance(model, SMoETransformerModel):
@@ -39,11 +40,11 @@ def check(criterion, model) -> None:
 def scores(trainer, number: int, beam: int) -> dict[str, float]:
     """``chrf`` and ``bleu``, means over the directions; a collective call of all ranks.
 
-    Replicated ranks divide the batches among themselves. With sharded experts every rank translates all of
-    them, so that all make the same collective calls.
+    Replicated ranks divide the batches among themselves. With sharded experts every rank translates all
+    batches, so that all make the same collective calls.
 
     Args:
-        number: sentences of each direction.
+        number: of sentences of each direction.
     """
     from fairseq import utils
     from fairseq.distributed import utils as distributed
@@ -62,14 +63,14 @@ def scores(trainer, number: int, beam: int) -> dict[str, float]:
     subset = trainer.cfg.dataset.valid_subset.split(",")[0]
     for direction, batches in _batches(task, subset, number):
         totals = {name: torch.zeros(_SIZES[name], dtype=torch.float64) for name in metrics}
-        with _turned_to(task, direction):
+        with _translating(task, direction):
             for i, sample in enumerate(batches):
                 if i % ranks != rank:
                     continue
                 if trainer.cuda:
                     sample = utils.move_to_cuda(sample)
-                found = task.inference_step(search, [model], sample)
-                texts, references = _texts(task, direction, sample, found)
+                hypotheses = task.inference_step(search, [model], sample)
+                texts, references = _texts(task, direction, sample, hypotheses)
                 for name, metric in metrics.items():
                     counts = metric._extract_corpus_statistics(texts, [references])
                     totals[name] += torch.tensor(counts, dtype=torch.float64).sum(0)
@@ -80,44 +81,42 @@ def scores(trainer, number: int, beam: int) -> dict[str, float]:
         if ranks > 1:
             total_DN = total_DN.to(trainer.device)
             distributed.all_reduce(total_DN, trainer.data_parallel_process_group)
-        found = [metric._compute_score_from_stats(row).score for row in total_DN.tolist()]
-        result[name] = round(sum(found) / len(found), 3)
+        by_direction = [metric._compute_score_from_stats(row).score for row in total_DN.tolist()]
+        result[name] = round(sum(by_direction) / len(by_direction), 3)
     return result
 
 
-# Counts of a sentence: of six orders of letters and two of words; of four orders of words and two lengths.
+# Lengths of sacreBLEU's statistics: three counts for each of 6 orders of letters and 2 of words; matches and
+# totals of 4 orders of words, and two lengths.
 _SIZES = {"chrf": 24, "bleu": 10}
 
 
 def _batches(task, subset: str, number: int) -> Iterator[tuple[tuple[str, str], list[dict]]]:
-    """The first sentences of each direction that fit the model, the longest first."""
+    """Batches of the first sentences of each direction that fit the model."""
     from smoe_fairseq.translate.translator import by_length
 
     if hasattr(task, "data_manager"):
-        found, _ = task.data_manager.load_split_datasets(subset, task.training, epoch=1)
-        named = [(key.rpartition(":")[2], dataset) for key, dataset in found]
+        loaded, _ = task.data_manager.load_split_datasets(subset, task.training, epoch=1)
+        datasets = [(key.rpartition(":")[2], dataset) for key, dataset in loaded]
     else:
-        named = [(f"{task.cfg.source_lang}-{task.cfg.target_lang}", task.dataset(subset))]
+        datasets = [(f"{task.cfg.source_lang}-{task.cfg.target_lang}", task.dataset(subset))]
     most_source, most_target = task.max_positions()
-    for direction, dataset in named:
+    for direction, dataset in datasets:
         fitting = (
             i
             for i in range(len(dataset))
             if dataset.src_sizes[i] <= most_source and dataset.tgt_sizes[i] <= most_target
         )
-        chosen = [i for i, _ in zip(fitting, range(number), strict=False)]
-        lengths = [int(dataset.src_sizes[i]) for i in chosen]
-        batches = by_length(lengths, MAX_TOKENS)
+        indices = list(islice(fitting, number))
+        batches = by_length([int(dataset.src_sizes[i]) for i in indices], MAX_TOKENS)
         source, _, target = direction.partition("-")
-        yield (
-            (source, target),
-            [dataset.collater([dataset[chosen[i]] for i in batch]) for batch in batches],
-        )
+        samples = [dataset.collater([dataset[indices[i]] for i in batch]) for batch in batches]
+        yield (source, target), samples
 
 
 @contextmanager
-def _turned_to(task, direction: tuple[str, str]) -> Iterator[None]:
-    """In this context the task translates in the direction; a multilingual one has none while it trains."""
+def _translating(task, direction: tuple[str, str]) -> Iterator[None]:
+    """In this context the task translates in the direction; in training a multilingual task has none."""
     options = task.args if hasattr(task, "data_manager") else task.cfg
     before = options.source_lang, options.target_lang
     options.source_lang, options.target_lang = direction
@@ -128,18 +127,23 @@ def _turned_to(task, direction: tuple[str, str]) -> Iterator[None]:
 
 
 def _texts(
-    task, direction: tuple[str, str], sample: dict, found: list
+    task, direction: tuple[str, str], sample: dict, hypotheses: list
 ) -> tuple[list[str], list[str]]:
+    """Translations and references."""
     dictionary = task.target_dictionary
-    unsaid = {dictionary.eos()}
+    ignored = {dictionary.eos()}
     if hasattr(task, "data_manager") and (spec := task.args.langtoks["main"][1]):
-        unsaid.add(task.data_manager.get_decoder_langtok(direction[1], spec))
-    pieces = has_pieces(dictionary)
-    words = any(symbol.endswith("@@") for symbol in dictionary.symbols)
-    subwords = "sentencepiece" if pieces else "subword_nmt" if words else None
+        ignored.add(task.data_manager.get_decoder_langtok(direction[1], spec))
+    subwords = None
+    if has_pieces(dictionary):
+        subwords = "sentencepiece"
+    elif any(symbol.endswith("@@") for symbol in dictionary.symbols):
+        subwords = "subword_nmt"
 
     def text(ids: Tensor) -> str:
         ids = ids[ids != dictionary.pad()].int().cpu()
-        return dictionary.string(ids, subwords, extra_symbols_to_ignore=unsaid)
+        return dictionary.string(ids, subwords, extra_symbols_to_ignore=ignored)
 
-    return [text(each[0]["tokens"]) for each in found], [text(ids) for ids in sample["target"]]
+    return [text(best["tokens"]) for best, *_ in hypotheses], [
+        text(ids) for ids in sample["target"]
+    ]
