@@ -9,7 +9,7 @@ from test_exit_bias import exit_bias
 from smoe_fairseq.analysis.capacity import training_capacity
 from smoe_fairseq.modules import StratifiedMoE, inference
 from smoe_fairseq.translate.int8 import Int8Linear, levels
-from smoe_fairseq.translate.packed import MappedExperts, PackedLinear, can_pack
+from smoe_fairseq.translate.packed import PackedExperts, PackedLinear, can_pack
 
 OPTIONS = {
     "paper": {},
@@ -91,7 +91,7 @@ def test_with_packed_experts(strata, linear):
         [linear(*each) for each in zip(*pair, strict=True)]
         for pair in ((experts.w1, experts.b1), (experts.w2, experts.b2))
     ]
-    block.execution = partial(MappedExperts, maps)
+    block.execution = partial(PackedExperts, maps)
     for rows in (1, 5, 40, 91):
         compare(block, torch.randn(rows, 1, 16))
 

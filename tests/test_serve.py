@@ -205,10 +205,16 @@ def test_other_requests_are_refused(server):
             "Content-Type: application/json",
         ),
         ("POST", "/translate", JSON | {"Content-Encoding": "gzip"}, 415, "Content-Encoding"),
-        ("GET", "/languages", {"Host": "evil.example:80"}, 403, "answers to 127.0.0.1, ::1, local"),
-        ("GET", "/", {"Host": "127.0.0.1.evil.example"}, 403, "answers to 127.0.0.1"),
-        ("GET", "/", {"Host": "[127.0.0.1]evil.example"}, 403, "answers to 127.0.0.1"),
-        ("GET", "/", {"Host": "localhost:80evil.example"}, 403, "answers to 127.0.0.1"),
+        (
+            "GET",
+            "/languages",
+            {"Host": "evil.example:80"},
+            403,
+            "answers only to 127.0.0.1, ::1, local",
+        ),
+        ("GET", "/", {"Host": "127.0.0.1.evil.example"}, 403, "answers only to 127.0.0.1"),
+        ("GET", "/", {"Host": "[127.0.0.1]evil.example"}, 403, "answers only to 127.0.0.1"),
+        ("GET", "/", {"Host": "localhost:80evil.example"}, 403, "answers only to 127.0.0.1"),
     ):
         found, _, content = server.request(method, path, json.dumps(GOOD), headers)
         assert (found, sentence in json.loads(content)["error"]) == (status, True), content
@@ -271,7 +277,7 @@ def test_the_page_is_its_own_files(server):
 def test_a_port_in_use_is_named(server, tiny_run):
     result = run("smoe", "serve", tiny_run, "--port", server.port, check=False)
     assert result.returncode == 1
-    assert result.stdout == (f"error: --port {server.port} is in use: name another\n")
+    assert result.stdout == (f"error: --port {server.port} is in use: choose another\n")
 
 
 def test_what_cannot_be_served(tiny_run, tmp_path):
@@ -302,7 +308,7 @@ def test_without_what_it_needs():
 
 def test_other_machines_are_let_in_with_a_warning(tiny_run):
     with Serving(tiny_run, "--host", "0.0.0.0") as serving:
-        assert "warning: --host 0.0.0.0 lets other machines in" in serving.output
+        assert "warning: with --host 0.0.0.0 other machines can connect" in serving.output
         found = serving.request("GET", "/health", None, {"Host": "translate.example"})
         assert found[0] == 200
 

@@ -36,7 +36,7 @@ def test_a_full_queue_says_so_and_the_rest_is_answered(tiny_run):
         words = expected(translator, "en", "fr", LONG["texts"][:1], beam=LONG["beam"])
         for status, content in answers:
             if status == 503:
-                assert "texts are waiting, of at most 16: try again" in content["error"]
+                assert "of at most 16 texts are waiting: try again" in content["error"]
             else:
                 assert [t["translation"] for t in content["translations"]] == words * 16
         assert serving.get("/health")["translated"] == 16 * statuses.count(200)

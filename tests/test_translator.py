@@ -223,7 +223,7 @@ def test_validation_takes_the_task_of_the_checkpoint(two_updates, small_corpus):
     command = validation(small_corpus, two_updates / "checkpoint_best.pt", "--user-dir", PLUGIN)
     with_task = losses(run(*command, "--task", "translation"))
     assert losses(run(*command)) == with_task and len(with_task) == 1
-    failed = run_without("take_task_of_checkpoint", *map(str, command))
+    failed = run_without("use_task_of_checkpoint", *map(str, command))
     assert failed.returncode == 1 and "KeyError: None" in failed.stdout
 
 
@@ -255,7 +255,7 @@ def test_validation_says_what_is_missing(corpus, pre_norm, tmp_path):
         ("cut.pt", "cut.pt is cut off or not a checkpoint"),
         (
             "foreign.pt",
-            "--user-dir is missing or another, since fairseq has no task other",
+            "--user-dir is missing or wrong, since fairseq has no task other",
         ),
     ):
         refused(run(*validation(corpus, tmp_path / path), check=False), words)

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from fairseq.modules import MultiheadAttention
 from torch import Tensor, nn
 
-from smoe_fairseq.translate.packed import joined
+from smoe_fairseq.translate.packed import concatenate
 
 
 class Attention(MultiheadAttention):
@@ -48,7 +48,7 @@ def _project(x: Tensor, *maps: nn.Module) -> list[Tensor]:
     """Each map of ``x``, by one product, since a single launch saves a GPU time."""
     if not all(type(each) is nn.Linear for each in maps):  # such as packed weights
         return [each(x) for each in maps]
-    return list(F.linear(x, *joined(maps)).chunk(len(maps), dim=-1))
+    return list(F.linear(x, *concatenate(maps)).chunk(len(maps), dim=-1))
 
 
 def attention_mask(

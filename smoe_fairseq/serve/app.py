@@ -26,7 +26,7 @@ from smoe_fairseq.serve.engine import (
     Search,
     read,
 )
-from smoe_fairseq.serve.translate import add_model_arguments, direction_asked, load_model
+from smoe_fairseq.serve.translate import add_model_arguments, load_model, requested_direction
 
 try:
     import h11
@@ -41,7 +41,7 @@ try:
 except ImportError:
     raise UsageError("smoe serve needs: pip install starlette uvicorn") from None
 
-# The page consists of its own files: no other host, no inline script or style, no frame around it.
+# The page uses only its own files: no other host, no inline script or style, no frame around it.
 HEADERS = {
     "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
     "img-src 'self'; connect-src 'self'; base-uri 'none'; form-action 'none'; "
@@ -58,13 +58,13 @@ _HOST = re.compile(r"(?:\[([0-9a-fA-F:.]+)\]|([^\[\]:]+))(?::[0-9]*)?")
 
 
 class Guard:
-    """ASGI middleware: refuses other hosts' names, and adds `HEADERS` to each answer.
+    """ASGI middleware: refuses other host names, and adds `HEADERS` to each answer.
 
-    A page elsewhere can have its own name resolve to 127.0.0.1 (DNS rebinding) and would then be of the same
-    origin as this server. The browser still sends that name, which is not in ``hosts``.
+    Another site can resolve its name to 127.0.0.1 (DNS rebinding), and its pages then have the same origin as
+    this server. The browser still sends that name, which is not in ``hosts``.
 
     Args:
-        hosts: host names that requests may have; None: any.
+        hosts: allowed host names; None: any.
     """
 
     def __init__(self, app: ASGIApp, hosts: frozenset[str] | None):
@@ -82,10 +82,10 @@ class Guard:
             await send(message)
 
         headers = Request(scope).headers
-        found = _HOST.fullmatch(headers.get("host", ""))
-        host = (found[1] or found[2] or "").lower() if found else ""
+        match = _HOST.fullmatch(headers.get("host", ""))
+        host = (match[1] or match[2] or "").lower() if match else ""
         if self.hosts is not None and host not in self.hosts:
-            answer = refusal(403, f"this server answers to {', '.join(sorted(self.hosts))} alone")
+            answer = refusal(403, f"this server answers only to {', '.join(sorted(self.hosts))}")
             await answer(scope, receive, send_with_headers)
             return
         if headers.get("transfer-encoding") and headers.get("content-length"):
@@ -97,16 +97,16 @@ class Guard:
 
 
 def refusal(status: int, sentence: str, **headers: str) -> JSONResponse:
-    """The answer to a request that is refused: one sentence."""
+    """The answer to a refused request: one sentence."""
     return JSONResponse({"error": sentence}, status, headers)
 
 
 async def body_of(request: Request, limit: int) -> bytes | None:
-    """The body; None if it has more than ``limit`` bytes, of which the rest is not read."""
+    """The body; None if it has more than ``limit`` bytes."""
     body = bytearray()
     if int(request.headers.get("content-length", 0)) > limit:
-        with suppress(TimeoutError):  # a client may read the answer only behind its body
-            async with asyncio.timeout(DISCARDING):
+        with suppress(TimeoutError):  # a client may read the answer only after it has sent its body
+            async with asyncio.timeout(DISCARD_SECONDS):
                 async for _ in request.stream():
                     pass
         return None
@@ -122,42 +122,44 @@ async def body_of(request: Request, limit: int) -> bytes | None:
 BACKLOG = 1024  # connections that wait to be accepted
 
 
-def listening(host: str, port: int) -> socket.socket:
-    """A socket that is bound already, so that no other program takes the port while the model is loaded.
+def listen(host: str, port: int) -> socket.socket:
+    """A bound socket, so that no other program can use the port while the model is loaded.
 
     Raises:
         UsageError: the port is in use, or the address is not this machine's.
     """
     try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        family, _, _, _, address = found[0]
-        both = family == socket.AF_INET6  # "::" is for IPv4, too
+        infos = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        family, _, _, _, address = infos[0]
+        both = family == socket.AF_INET6  # "::" includes IPv4
         return socket.create_server(address, family=family, backlog=BACKLOG, dualstack_ipv6=both)
     except (socket.gaierror, UnicodeError) as error:
-        why = getattr(error, "strerror", None) or "no name of a machine"
-        raise UsageError(f"--host {host}: {why}; expected an address such as 127.0.0.1") from None
+        reason = getattr(error, "strerror", None) or "not a host name"
+        raise UsageError(
+            f"--host {host}: {reason}; expected an address such as 127.0.0.1"
+        ) from None
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
-            raise UsageError(f"--port {port} is in use: name another") from None
+            raise UsageError(f"--port {port} is in use: choose another") from None
         raise UsageError(f"--host {host} --port {port}: {os.strerror(error.errno)}") from None
 
 
 def is_loopback(host: str) -> bool:
-    """Whether nobody but this machine can reach it."""
+    """Whether only this machine can connect to a host name or address."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host.lower() == "localhost"
 
 
-def own_names(host: str) -> frozenset[str] | None:
-    """The names of a server on the loopback address; None for others, which may have many names."""
+def allowed_hosts(host: str) -> frozenset[str] | None:
+    """The names of a server on the loopback address; None for other addresses, which may have many names."""
     if not is_loopback(host):
         return None
     return frozenset({"127.0.0.1", "::1", "localhost", host.lower()})
 
 
-# The server's addresses: the page, and JSON for programs.
+# The server's routes: the page, and JSON for programs.
 
 PAGE = Path(__file__).with_name("page")
 KINDS = {
@@ -167,21 +169,21 @@ KINDS = {
     ".svg": "image/svg+xml",
 }
 MAX_BODY = 1 << 18  # bytes
-SLOWEST_BODY = 10  # seconds until it must be complete
-DISCARDING = 1  # seconds in which a body that is too long is read
+BODY_SECONDS = 10  # until the body must be complete
+DISCARD_SECONDS = 1  # for reading the rest of a body that is too long
 RETRY_AFTER = "1"  # seconds
 LINGER = 0.005  # seconds that a text waits for others
 LAST_BATCH = 1.0  # seconds for a batch whose results are no longer needed
-CLIENT_CLOSED = Response(status_code=499)  # nothing of it is sent
+CLIENT_CLOSED = Response(status_code=499)  # never sent
 logger = logging.getLogger(__name__)
 
 
 class WebApp:
-    """Answers to requests, with one queue before one model.
+    """Answers requests, with one queue and one model.
 
     Args:
-        max_batch: texts that are translated together.
-        max_waiting: texts in the queue.
+        max_batch: maximum number of texts per batch.
+        max_waiting: maximum number of texts in the queue.
         timeout: seconds from a request to its answer.
         stopping: seconds for pending requests when the server stops; new ones are refused.
     """
@@ -210,10 +212,10 @@ class WebApp:
         ]
         app = Starlette(
             routes=routes,
-            exception_handlers={HTTPException: _of_starlette, Exception: _unforeseen},
+            exception_handlers={HTTPException: _http_error, Exception: _internal_error},
             lifespan=self._lifespan,
         )
-        return Guard(app, hosts)  # outermost, so that errors have the headers, too
+        return Guard(app, hosts)  # outermost, so that errors also get the headers
 
     def stop(self) -> None:
         """Begin to stop: pending requests have ``stopping`` seconds from now on."""
@@ -233,7 +235,7 @@ class WebApp:
         return JSONResponse(self.engine.description() | {"max_texts": self.max_texts})
 
     async def health(self, request: Request) -> Response:
-        """Numbers of texts."""
+        """Numbers of texts and batches."""
         return JSONResponse({"status": "ok", **self._numbers()})
 
     async def metrics(self, request: Request) -> Response:
@@ -252,25 +254,25 @@ class WebApp:
 
     async def translate(self, request: Request) -> Response:
         """Translations of one text or several, in their order; an error is one sentence."""
-        # Required, since a page elsewhere can send other types without asking first.
+        # Required, since pages of other sites can send other types without a preflight request.
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json":
             return refusal(415, "expected the header Content-Type: application/json")
         if "content-encoding" in request.headers:
             return refusal(415, "expected a body without the header Content-Encoding")
         try:
-            async with asyncio.timeout(SLOWEST_BODY):
+            async with asyncio.timeout(BODY_SECONDS):
                 body = await body_of(request, MAX_BODY)
-            if body is None:  # the connection, with the rest, is of no use any more
+            if body is None:  # the rest of the body makes the connection unusable
                 sentence = f"the body has more than {MAX_BODY} bytes: expected fewer texts"
                 return refusal(413, sentence, Connection="close")
             texts, search = read(body, self.max_texts)
-            # In a thread: dividing a text into subwords takes longer than other requests should wait.
+            # In a thread, since splitting text into subwords would delay other requests.
             await asyncio.to_thread(self.engine.check, texts, search)
             futures = self.queue.submit(texts, search)
             return await self._answer(request, search, futures)
         except TimeoutError:
-            sentence = f"the body was not here within {SLOWEST_BODY} s"
+            sentence = f"the body did not arrive within {BODY_SECONDS} s"
             return refusal(408, sentence, Connection="close")
         except ClientDisconnect:
             return CLIENT_CLOSED
@@ -280,7 +282,7 @@ class WebApp:
             return refusal(422, str(error))
         except QueueFull:
             waiting, most = self.queue.waiting, self.max_waiting
-            sentence = f"{waiting} texts are waiting, of at most {most}: try again in a moment"
+            sentence = f"{waiting} of at most {most} texts are waiting: try again in a moment"
             return refusal(503, sentence, **{"Retry-After": RETRY_AFTER})
         except QueueClosed:
             return refusal(503, "the server is stopping")
@@ -295,25 +297,25 @@ class WebApp:
         results = asyncio.gather(*map(asyncio.wrap_future, futures))
         # Otherwise asyncio would log that the error of a cancelled request was never retrieved.
         results.add_done_callback(lambda done: done.cancelled() or done.exception())
-        gone = asyncio.ensure_future(_disconnect(request))
+        disconnect = asyncio.ensure_future(_disconnect(request))
         too_late = asyncio.ensure_future(self.too_late.wait())
         try:
             await asyncio.wait(
-                {results, gone, too_late},
+                {results, disconnect, too_late},
                 timeout=self.timeout,
                 return_when=asyncio.FIRST_COMPLETED,
             )
             if results.done():
-                said = {"source": search.source, "target": search.target}
-                return JSONResponse(said | {"translations": await results})
-            if gone.done():
+                direction = {"source": search.source, "target": search.target}
+                return JSONResponse(direction | {"translations": await results})
+            if disconnect.done():
                 return CLIENT_CLOSED
             if too_late.done():
                 raise QueueClosed
             sentence = f"no translation within {self.timeout:g} s: try again, with less text"
             return refusal(504, sentence)
         finally:
-            gone.cancel()
+            disconnect.cancel()
             too_late.cancel()
             for future in futures:
                 future.cancel()
@@ -326,7 +328,7 @@ async def _disconnect(request: Request) -> None:
 
 
 def _file(path: Path):
-    """An endpoint that answers with a file of the page, as it was when the server began."""
+    """An endpoint for a file of the page, which is read when the server starts."""
     content, kind = path.read_bytes(), KINDS[path.suffix]
 
     async def endpoint(request: Request) -> Response:
@@ -335,49 +337,48 @@ def _file(path: Path):
     return endpoint
 
 
-async def _of_starlette(request: Request, error: HTTPException) -> Response:
+async def _http_error(request: Request, error: HTTPException) -> Response:
     if error.status_code == 404:
         paths = "/, /languages, /health, /metrics or /translate"
-        sentence = f"there is nothing at {request.url.path}: expected {paths}"
-        return refusal(404, sentence)
+        return refusal(404, f"{request.url.path} does not exist: expected {paths}")
     allowed = (error.headers or {}).get("Allow", "")
     expected = f": expected {allowed}" if allowed else ""
     return refusal(error.status_code, f"{error.detail}{expected}", **(error.headers or {}))
 
 
-async def _unforeseen(request: Request, error: Exception) -> Response:
-    return refusal(500, "the translation failed, for a reason that the server's log has")
+async def _internal_error(request: Request, error: Exception) -> Response:
+    return refusal(500, "the translation failed: see the server's log")
 
 
 # The web server itself.
 
-NEXT_REQUEST = 10  # seconds until it must be complete
-STILL_THERE = 0.1  # seconds between signs to a client that sends no more
+HEADER_SECONDS = 10  # until the headers of a request must be complete
+PROBE_SECONDS = 0.1  # between interim responses to a client that has closed its sending half
 
 
-class PatientProtocol(H11Protocol):
-    """Answers a client that closes its sending half after its request, and closes idle connections.
+class IdleTimeoutProtocol(H11Protocol):
+    """Answers clients that close their sending half after a request, and closes idle connections.
 
-    uvicorn drops the former; its own limits for the latter begin with the first request, or refuse all
-    clients.
+    uvicorn disconnects the former. Its own time limit for idle connections starts with the first request, and
+    its limit of their number refuses all clients.
     """
 
     def eof_received(self) -> bool:
         """Whether the connection stays open."""
         cycle = self.cycle
         waits = cycle is not None and not cycle.more_body and not cycle.response_complete
-        if not waits or self.conn.their_http_version != b"1.1":  # which know no interim responses
+        if not waits or self.conn.their_http_version != b"1.1":  # 1.0 has no interim responses
             return False
         cycle.keep_alive = False
-        self._ask_whether_there(cycle)
+        self._probe(cycle)
         return True
 
-    def _ask_whether_there(self, cycle) -> None:
-        """A client that has gone altogether answers an interim response by a reset, which ends the next."""
+    def _probe(self, cycle) -> None:
+        """Send interim responses: a client that has gone resets the connection, so the next one fails."""
         if not cycle.response_started and not self.transport.is_closing():
             interim = h11.InformationalResponse(status_code=102, headers=[], reason="Processing")
             self.transport.write(self.conn.send(interim))
-            self.loop.call_later(STILL_THERE, self._ask_whether_there, cycle)
+            self.loop.call_later(PROBE_SECONDS, self._probe, cycle)
 
     def connection_made(self, transport) -> None:
         super().connection_made(transport)
@@ -388,16 +389,16 @@ class PatientProtocol(H11Protocol):
         self._expect_request()
 
     def _expect_request(self) -> None:
-        """Headers to their end: with these a cycle begins."""
-        self.loop.call_later(NEXT_REQUEST, self._close_without, self.cycle)
+        """Close the connection unless headers arrive in time, with which uvicorn starts a cycle."""
+        self.loop.call_later(HEADER_SECONDS, self._close_if_idle, self.cycle)
 
-    def _close_without(self, before) -> None:
+    def _close_if_idle(self, before) -> None:
         if self.cycle is before and (before is None or before.response_complete):
             self.transport.close()
 
 
-class Stoppable(uvicorn.Server):
-    """Tells the application when it begins to stop, not only when all is answered."""
+class Server(uvicorn.Server):
+    """Informs the application at the start of a shutdown; uvicorn does so after all answers."""
 
     def __init__(self, config: uvicorn.Config, web: WebApp):
         super().__init__(config)
@@ -409,18 +410,18 @@ class Stoppable(uvicorn.Server):
 
 
 def serve(engine: Engine, args: Namespace, listener: socket.socket) -> None:
-    """Answers requests until SIGINT or SIGTERM (as which SIGHUP counts) ends it, raised once more then."""
+    """Answer requests until SIGINT, SIGTERM or SIGHUP; then the signal is raised again."""
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
     if args.access_log:
         access = logging.getLogger("uvicorn.access")
         access.setLevel(logging.INFO)
-        access.addHandler(logging.StreamHandler())  # to standard error
-        access.propagate = False  # where others may write it once more
+        access.addHandler(logging.StreamHandler())  # standard error
+        access.propagate = False  # else other handlers may repeat it
     web = WebApp(engine, args.max_batch, args.max_queue, args.timeout)
-    hosts = own_names(args.host)
+    hosts = allowed_hosts(args.host)
     config = uvicorn.Config(
         web.asgi(None if hosts is None else hosts.union(args.allow_host)),
-        http=PatientProtocol,
+        http=IdleTimeoutProtocol,
         loop="asyncio",
         ws="none",
         lifespan="on",
@@ -431,9 +432,9 @@ def serve(engine: Engine, args: Namespace, listener: socket.socket) -> None:
         timeout_graceful_shutdown=int(web.stopping) + 1,
     )
     if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
-        # The end of a terminal, which uvicorn does not know; it would end in the middle of an answer.
+        # Sent when a terminal closes. uvicorn does not handle it, so answers would be cut off.
         signal.signal(signal.SIGHUP, lambda *_: signal.raise_signal(signal.SIGTERM))
-    Stoppable(config, web).run(sockets=[listener])
+    Server(config, web).run(sockets=[listener])
 
 
 PORT = 8000
@@ -474,18 +475,18 @@ def add_serve_arguments(parser: ArgumentParser) -> None:
 
 
 def run_serve(args: Namespace) -> None:
-    """Listens until a signal ends it; the exit status is then 128 and the signal's number, as a shell's."""
-    with listening(args.host, args.port) as listener:  # before the model, which takes longer
+    """Serve until a signal, with a shell's exit status for it, 128 + n."""
+    with listen(args.host, args.port) as listener:  # before the model is loaded
         path = Path(args.path).resolve()
         name = path.parent.name if path.is_file() else path.name
         model = load_model(args)
         if args.source or args.target:
-            direction_asked(model, args)
+            requested_direction(model, args)
         engine = Engine(model, name, args.max_tokens)
         if not is_loopback(args.host):
             print(
-                f"warning: --host {args.host} lets other machines in: whoever reaches this one can "
-                "have text translated, and nothing is encrypted",
+                f"warning: with --host {args.host} other machines can connect and translate text, without "
+                "encryption",
                 file=sys.stderr,
             )
         address = f"[{args.host}]" if ":" in args.host else args.host

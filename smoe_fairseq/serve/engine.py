@@ -26,9 +26,9 @@ from smoe_fairseq.translate.translator import (
 
 MAX_BEAM = 20
 MAX_TEXTS = 64
-CHARACTERS = 32  # per subword: longer texts are refused before they are divided into subwords
+CHARACTERS = 32  # per subword: longer texts are refused before they are split into subwords
 EXAMPLE = '{"text": "Ein Hund.", "source": "de", "target": "en"}'
-_FORM = {  # of the content of a request; all but the languages have defaults
+_FORM = {  # of a request; all but the languages have defaults
     "text": (None, str),
     "texts": (None, [str]),
     "source": str,
@@ -41,12 +41,12 @@ _FORM = {  # of the content of a request; all but the languages have defaults
 
 
 class MalformedRequest(UsageError):
-    """The body is not JSON: status 400, where others are 422."""
+    """The body is not JSON: status 400 instead of 422."""
 
 
 @dataclass(frozen=True)
 class Search:
-    """What the texts of a batch have in common."""
+    """Direction and options, which all texts of a batch share."""
 
     source: str
     target: str
@@ -61,27 +61,27 @@ _DEFAULTS |= {"text": None, "texts": None}
 
 
 def read(body: bytes, max_texts: int = MAX_TEXTS) -> tuple[list[str], Search]:
-    """The texts of ``POST /translate``, at most so many, in order, and how to translate them.
+    """The texts of ``POST /translate``, in order, and how to translate them.
 
     Raises:
         MalformedRequest: it is not a JSON object in UTF-8.
-        UsageError: something in it is missing, unknown or of another kind; the sentence names it.
+        UsageError: a field is missing, unknown or invalid; the message names it.
     """
-    given = _object(body)
-    for name in given:
+    content = _object(body)
+    for name in content:
         if name not in _FORM:
             raise UsageError(f"{name!r:.60}: unknown; expected some of {', '.join(_FORM)}")
-    asked = _DEFAULTS | given
-    if found := fault(asked, _FORM):
-        raise UsageError(found)
-    text, texts = asked.pop("text"), asked.pop("texts")
+    request = _DEFAULTS | content
+    if message := fault(request, _FORM):
+        raise UsageError(message)
+    text, texts = request.pop("text"), request.pop("texts")
     if (text is None) == (texts is None):
         raise UsageError('expected either "text", a string, or "texts", a list of strings')
     texts = [text] if texts is None else texts
     if not 1 <= len(texts) <= max_texts:
         raise UsageError(f"texts: {len(texts)} of them; expected 1 to {max_texts} in one request")
     check_texts(texts)
-    search = Search(**asked | {"lenpen": float(asked["lenpen"])})
+    search = Search(**request | {"lenpen": float(request["lenpen"])})
     if search.nbest > search.beam:
         raise UsageError(f"nbest is {search.nbest}; expected at most the beam, {search.beam}")
     return texts, search
@@ -89,26 +89,25 @@ def read(body: bytes, max_texts: int = MAX_TEXTS) -> tuple[list[str], Search]:
 
 def _object(body: bytes) -> dict:
     try:
-        given = json.loads(body.decode("utf-8"))
+        content = json.loads(body.decode("utf-8"))
     except UnicodeDecodeError as error:
         raise MalformedRequest(f"the body is not UTF-8 at byte {error.start}") from None
     except (ValueError, RecursionError) as error:
-        why = error if isinstance(error, json.JSONDecodeError) else "it cannot be read"
-        raise MalformedRequest(f"the body is not JSON ({why}): expected {EXAMPLE}") from None
-    if not isinstance(given, dict):
+        reason = error if isinstance(error, json.JSONDecodeError) else "it cannot be read"
+        raise MalformedRequest(f"the body is not JSON ({reason}): expected {EXAMPLE}") from None
+    if not isinstance(content, dict):
         raise MalformedRequest(f"the body is not a JSON object: expected {EXAMPLE}")
-    return given
+    return content
 
 
-# Texts that wait for the model: those of one direction that come together are translated as one
-# batch.
+# A queue of texts before the model: texts of one direction that arrive together are translated as one batch.
 #
-# Threads, no asyncio: a request holds a `concurrent.futures.Future`, and cancels it when the answer is
-# no longer needed.
+# It uses threads, not asyncio: a request holds a `concurrent.futures.Future`, and cancels it when the answer
+# is no longer needed.
 
 
 class QueueFull(Exception):
-    """The queue has no room for so many texts."""
+    """The queue has no room for these texts."""
 
 
 class QueueClosed(Exception):
@@ -123,12 +122,12 @@ class _Waiting:
 
 
 class RequestQueue:
-    """A queue before one worker thread, the only one that calls the model.
+    """A queue for one worker thread, the only one that calls the model.
 
     Args:
-        translate: takes (texts, kind) and answers with a result for each text, in their order.
-        max_batch: maximum number of texts that are translated together.
-        max_waiting: texts in the queue, those that are being translated not counted.
+        translate: from (texts, kind) to the results of the texts, in their order.
+        max_batch: maximum number of texts per batch.
+        max_waiting: maximum number of texts in the queue, without those that are being translated.
         linger: seconds that the first text of a batch waits for others.
     """
 
@@ -142,7 +141,7 @@ class RequestQueue:
         self.translate = translate
         self.max_batch, self.max_waiting, self.linger = max_batch, max_waiting, linger
         self.batches = self.translated = 0  # so far
-        self.translating = 0  # texts that are with the model
+        self.translating = 0  # texts of the current batch
         self._waiting: deque[_Waiting] = deque()
         self._closed = False
         self._changed = threading.Condition()
@@ -150,10 +149,10 @@ class RequestQueue:
         self._worker.start()
 
     def submit(self, texts: Sequence[str], kind: Hashable) -> list[Future]:
-        """A future of each text's result; texts of an equal ``kind`` may share a batch.
+        """A future for each text's result; texts of equal ``kind`` may share a batch.
 
         Raises:
-            QueueFull: not all of them have room; none was taken.
+            QueueFull: there is not enough room; no text was added.
             QueueClosed: after `close`.
         """
         entries = [_Waiting(text, kind) for text in texts]
@@ -187,7 +186,7 @@ class RequestQueue:
 
     def _work(self) -> None:
         while batch := self._next_batch():
-            # From here on a future cannot be cancelled any more; those that were are dropped.
+            # From here on futures cannot be cancelled; cancelled ones are dropped.
             batch = [entry for entry in batch if entry.future.set_running_or_notify_cancel()]
             self.translating = len(batch)
             if batch:
@@ -195,7 +194,7 @@ class RequestQueue:
             self.translating = 0
 
     def _next_batch(self) -> list[_Waiting]:
-        """The first text that waits and others of its kind, in their order; none: the queue is closed."""
+        """The first waiting text and others of its kind, in their order; empty if the queue is closed."""
         with self._changed:
             self._changed.wait_for(lambda: self._waiting or self._closed)
             if self._closed:
@@ -226,7 +225,7 @@ class RequestQueue:
             if len(batch) == 1:
                 batch[0].future.set_exception(error)
                 return
-            for entry in batch:  # so that the others do not fail, too
+            for entry in batch:  # so that only the text that causes the error fails
                 self._translate([entry])
             return
         self.batches += 1
@@ -235,16 +234,14 @@ class RequestQueue:
             entry.future.set_result(answer)
 
 
-# A loaded model for requests: texts in, answers for JSON out.
-
-
 class Engine:
-    """A model: `translate` is called by one thread at a time, `check` and `description` by any.
+    """A loaded model for requests: from texts to answers for JSON.
+
+    `translate` may be called by one thread at a time, `check` and `description` by any.
 
     Args:
-        model: whose texts are translated.
-        name: what it is called.
-        max_tokens: of a text, in subwords.
+        name: of the model.
+        max_tokens: maximum length of a text, in subwords.
     """
 
     def __init__(self, model: BatchTranslator, name: str, max_tokens: int):
@@ -274,19 +271,18 @@ class Engine:
         }
 
     def check(self, texts: Sequence[str], search: Search) -> None:
-        """Refuse what cannot be translated, before it waits.
+        """Check a request before it is queued.
 
         Raises:
-            UsageError: the model has no such direction, a text is too long, or none has words; with routing
-                each needs some.
+            UsageError: the model lacks the direction, a text is too long, or no text has words; with routing
+                all need some.
         """
         source, target = search.source, search.target
-        asked = f"from {source[:20]!r} to {target[:20]!r}"
-        self.translator.task_for(source, target, asked)
+        self.translator.task_for(source, target, f"from {source[:20]!r} to {target[:20]!r}")
         for text in texts:
             if len(text) > self.max_characters:
                 raise UsageError(f"a text of {len(text)} characters is too long: {text[:40]!r}")
-        # One of many may be a blank line, which is translated by a blank one.
+        # One of several texts may be a blank line, which stays blank.
         if not (all if search.routing else any)(map(self.translator.has_words, texts)):
             raise UsageError("a text is empty: expected at least one word")
         for text in texts:
@@ -306,28 +302,25 @@ class Engine:
             divide_above=self.max_tokens,
         )
         with quietly():
-            found = self.model.translate_batch(texts, search.source, search.target, options)
-            routing = self._routing(found, search) if search.routing else None
-        answers = [_answer(translation) for translation in found]
-        for answer, of_text in zip(answers, routing or (), strict=False):
-            answer["routing"] = of_text
+            translations = self.model.translate_batch(texts, search.source, search.target, options)
+            answers = [_answer(translation) for translation in translations]
+            if search.routing:
+                for answer, routing in zip(answers, self._routing(translations, search)):
+                    answer["routing"] = routing
         return answers
 
-    def _routing(self, found: list[Translation], search: Search) -> list[dict]:
-        """Each token's way through the experts, of the texts and their best translations: one more pass."""
+    def _routing(self, translations: list[Translation], search: Search) -> list[dict]:
+        """The experts of each token of the texts and their best translations, from one more pass."""
         source, target = self.task.source_dictionary, self.task.target_dictionary
-        first = Readout(
-            self.translator,
-            self.model.models,
-            self.translator.task_for(search.source, search.target),
-        ).first
-        read = [_ids(source, translation.tokens) for translation in found]
-        given = [_ids(target, each.hypotheses[0].tokens[:-1], first) for each in found]
+        task = self.translator.task_for(search.source, search.target)
+        first = Readout(self.translator, self.model.models, task).first
+        sources = [_ids(source, each.tokens) for each in translations]
+        targets = [_ids(target, each.hypotheses[0].tokens[:-1], first) for each in translations]
         device = self.translator.device
         net_input = {
-            "src_tokens": collate_tokens(read, source.pad()).to(device),
-            "src_lengths": torch.tensor([len(ids) for ids in read], device=device),
-            "prev_output_tokens": collate_tokens(given, target.pad()).to(device),
+            "src_tokens": collate_tokens(sources, source.pad()).to(device),
+            "src_lengths": torch.tensor([len(ids) for ids in sources], device=device),
+            "prev_output_tokens": collate_tokens(targets, target.pad()).to(device),
         }
         return [{s.side: _side(s) for s in sides} for sides in self.finder.run(net_input)]
 

@@ -20,14 +20,14 @@ from smoe_fairseq.flags import at_least
 from smoe_fairseq.host_memory import keep_freed_memory
 
 
-def text_lines(stream: BinaryIO, at_once: int) -> Iterator[list[str]]:
-    """Lists of ``at_once`` lines, the last one shorter; without their ends (``\\n`` or ``\\r\\n``).
+def text_lines(stream: BinaryIO, size: int) -> Iterator[list[str]]:
+    """Lists of ``size`` lines, the last one shorter; without their ends (``\\n`` or ``\\r\\n``).
 
     Raises:
         UsageError: a line is not UTF-8.
     """
     first = 1
-    while lines := list(islice(stream, at_once)):
+    while lines := list(islice(stream, size)):
         yield [_decoded(line, first + i) for i, line in enumerate(lines)]
         first += len(lines)
 
@@ -55,12 +55,12 @@ with quietly():
     )
 
 
-_LINE_ENDS = "[\x85\u2028\u2029]"  # for some programs, beside those that JSON escapes
-AT_ONCE = 4000  # lines that are read and sorted by length; their translations are written together
+_LINE_ENDS = "[\x85\u2028\u2029]"  # of some programs, in addition to those that JSON escapes
+CHUNK_LINES = 4000  # that are read at a time, sorted by length and written together
 
 
 def add_model_arguments(parser: ArgumentParser) -> None:
-    """What `load_model` reads, but the run."""
+    """The flags of `load_model`."""
     parser.add_argument("--from", dest="source", metavar="LANG", help="language of the text")
     parser.add_argument(
         "--to",
@@ -87,12 +87,12 @@ def load_model(args: Namespace, max_tokens: int = MAX_TOKENS) -> BatchTranslator
         return BatchTranslator(translator.to(device), max_tokens, args.int8, args.shortlist)
 
 
-def direction_asked(model: BatchTranslator, args: Namespace) -> tuple[str, str]:
-    """The direction of ``--from`` and ``--to``; raises UsageError if they name none, or several."""
+def requested_direction(model: BatchTranslator, args: Namespace) -> tuple[str, str]:
+    """The direction of ``--from`` and ``--to``; raises UsageError if it is unknown or ambiguous."""
     languages = {"--from": args.source, "--to": args.target}
-    asked = " ".join(f"{flag} {lang}" for flag, lang in languages.items() if lang)
-    asked = asked or "neither --from nor --to is given"
-    return direction_of(model.translator.task_for(args.source, args.target, asked))
+    flags = " ".join(f"{flag} {lang}" for flag, lang in languages.items() if lang)
+    flags = flags or "neither --from nor --to is given"
+    return direction_of(model.translator.task_for(args.source, args.target, flags))
 
 
 def add_translate_arguments(parser: ArgumentParser) -> None:
@@ -134,7 +134,7 @@ def add_translate_arguments(parser: ArgumentParser) -> None:
 def run_translate(args: Namespace) -> None:
     if sys.stdin is None:
         raise UsageError("standard input is closed: expected text, a line for each translation")
-    if sys.stdout is None and args.output is None:  # all that is written would be lost
+    if sys.stdout is None and args.output is None:
         raise UsageError("standard output is closed: expected it open, or --output FILE")
     names = {each.name for each in fields(Options)} & vars(args).keys()
     options = Options(
@@ -142,33 +142,35 @@ def run_translate(args: Namespace) -> None:
         requested=args.json,
     )
     model = load_model(args, args.max_tokens)
-    direction = direction_asked(model, args)
+    direction = requested_direction(model, args)
     if model.shortlist is not None and model.shortlist.of(*direction) is None:
         raise UsageError(f"--shortlist {args.shortlist}: expected one with {'-'.join(direction)}")
-    begun, lines = time.monotonic(), 0
+    start, lines = time.monotonic(), 0
     with _output(args.output) as output, tqdm(unit=" lines", disable=None) as bar:
-        at_once = 1 if args.line_by_line or sys.stdin.isatty() else AT_ONCE
-        for texts in text_lines(sys.stdin.buffer, at_once):
+        size = 1 if args.line_by_line or sys.stdin.isatty() else CHUNK_LINES
+        for texts in text_lines(sys.stdin.buffer, size):
             with quietly():
-                found = model.translate_batch(texts, args.source, args.target, options, bar.update)
-            for text_number, translation in enumerate(found, lines + 1):
+                translations = model.translate_batch(
+                    texts, args.source, args.target, options, bar.update
+                )
+            for number, translation in enumerate(translations, lines + 1):
                 if translation.parts > 1:
-                    words = f"line {text_number} is long: translated in {translation.parts} parts"
                     with tqdm.external_write_mode(sys.stderr):
-                        print(words, file=sys.stderr)
-                for words in _written(text_number, translation, args):
-                    print(words, file=output)
+                        message = f"line {number} is long: translated in {translation.parts} parts"
+                        print(message, file=sys.stderr)
+                for line in _output_lines(number, translation, args):
+                    print(line, file=output)
             output.flush()
             lines += len(texts)
-    took = max(time.monotonic() - begun, 1e-3)
-    words = f"{lines} line{'s' * (lines != 1)} in {took:.1f} s ({lines / took:.1f} per second)"
-    print(words, file=sys.stderr)
+    took = max(time.monotonic() - start, 1e-3)
+    speed = f"{lines} line{'s' * (lines != 1)} in {took:.1f} s ({lines / took:.1f} per second)"
+    print(speed, file=sys.stderr)
 
 
 @contextmanager
 def _output(path: str | None) -> Iterator[TextIO]:
     if path is None:
-        sys.stdout.reconfigure(encoding="utf-8")  # whatever the terminal's is, as the text read
+        sys.stdout.reconfigure(encoding="utf-8")  # like the input, whatever the terminal's encoding
         yield sys.stdout
         return
     if Path(path).is_dir():
@@ -180,10 +182,10 @@ def _output(path: str | None) -> Iterator[TextIO]:
         yield file
 
 
-def _written(line: int, translation: Translation, args: Namespace) -> Iterator[str]:
+def _output_lines(line: int, translation: Translation, args: Namespace) -> Iterator[str]:
     if args.json:
-        words = json.dumps({"line": line, **asdict(translation)}, ensure_ascii=False)
-        yield re.sub(_LINE_ENDS, lambda found: f"\\u{ord(found[0]):04x}", words)
+        text = json.dumps({"line": line, **asdict(translation)}, ensure_ascii=False)
+        yield re.sub(_LINE_ENDS, lambda match: f"\\u{ord(match[0]):04x}", text)
     elif args.nbest is None:
         yield translation.hypotheses[0].text
     else:

@@ -1,11 +1,11 @@
-"""Translation in int8 on a CPU: linear maps, experts and the output projection of a loaded model.
+"""Translation in int8 on a CPU: linear layers, experts and the output projection of a loaded model.
 
-Weights have a scale for each output, computed once; activations one for each row, at every call, so that
-a text's translation does not depend on the others in its batch. Both are symmetric: ``x_n = s_n q_n`` with
+Weights have a scale for each output, computed once; activations have one for each row, computed at every
+call, so that translations do not depend on their batch. Both are symmetric: ``x_n = s_n q_n`` with
 ``s_n = max |x_n| / 127`` (the vector-wise quantisation of Dettmers et al. 2022, section 2). Sums are exact in
 int32; biases, norms, attention weights and gates stay in float32.
 
-oneDNN's product on plain int8 tensors is used; torch's quantised tensor types are deprecated since 2.13.
+It uses oneDNN's product of plain int8 tensors; torch's quantised tensor types are deprecated since 2.13.
 
 Shapes: N rows, I inputs, O outputs, E experts.
 """
@@ -20,7 +20,7 @@ from smoe_fairseq.errors import UsageError
 from smoe_fairseq.translate.packed import pack
 
 INT8_HELP = "compute in 8-bit integers: faster on a CPU, nearly the same translations"
-# oneDNN compiles a kernel for each number of rows, 0.4 ms each: only multiples of this are used.
+# oneDNN compiles a kernel for each number of rows, in 0.4 ms, so only multiples of this are used.
 STEP = 8
 _TINY = torch.finfo(torch.float32).tiny
 
@@ -35,9 +35,9 @@ def check_int8(device: torch.device) -> None:
 
 @functools.cache
 def levels() -> int:
-    """The greatest number that activations become: 127, or 63 on a CPU that adds products in 16 bits.
+    """The maximum of quantised activations: 127, or 63 on CPUs without VNNI; 0 if int8 is not supported.
 
-    CPUs without VNNI do so, and saturate (oneDNN's guide, "Nuances of int8 computations"). 0: no products.
+    Those CPUs add products in 16 bits, which saturate (oneDNN's guide, "Nuances of int8 computations").
     """
     ones_OI = torch.ones(16, 64, dtype=torch.int8)
     largest_NI = torch.full((STEP, 64), 255, dtype=torch.uint8)
@@ -54,22 +54,22 @@ def _packed(weight_OI: Tensor) -> Tensor:
 
 
 def _product(q_NI: Tensor, zero: int, packed: Tensor, scale_O: Tensor, zeros_O: Tensor) -> Tensor:
-    """``scale_O * ((q - zero) W')`` in float32; ``zeros_O`` says that the weights are symmetric."""
-    of_output = 1.0, 0, torch.float32
+    """``scale_O * ((q - zero) W')`` in float32; ``zeros_O`` are the zero points of symmetric weights."""
+    output = 1.0, 0, torch.float32  # scale, zero point and type
     return torch.ops.onednn.qlinear_pointwise(
-        *(q_NI, 1.0, zero, packed, scale_O, zeros_O, None, *of_output, "none", [], "")
+        *(q_NI, 1.0, zero, packed, scale_O, zeros_O, None, *output, "none", [], "")
     )
 
 
 def quantized_rows(x_NI: Tensor) -> tuple[Tensor, Tensor]:
-    """``q`` of type uint8, ``(N + STEP, I)`` whose last rows are arbitrary, and scales ``(N, 1)``.
+    """``q`` of type uint8, ``(N + STEP, I)`` with arbitrary last rows, and scales ``(N, 1)``.
 
-    Row n is ``scale_n * (q_n - zero)``, where zero is one more than `levels`.
+    Row n is ``scale_n * (q_n - zero)``, with ``zero = levels() + 1``.
     """
     most = levels()
     scale_N1 = torch.linalg.vector_norm(x_NI, inf, dim=1, keepdim=True).clamp_(min=_TINY)
     q_NI = torch.empty(len(x_NI) + STEP, x_NI.shape[1], dtype=torch.uint8)
-    half = x_NI.new_tensor(most + 1.5)  # to uint8 numbers are cut off, not rounded
+    half = x_NI.new_tensor(most + 1.5)  # conversion to uint8 truncates
     q_NI[: len(x_NI)] = torch.addcmul(half, x_NI, most / scale_N1)
     return q_NI, scale_N1.div_(most)
 
@@ -87,13 +87,13 @@ class Int8Linear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x_NI = x.reshape(-1, x.shape[-1]).float()
-        y_NO = self.of_rows(*quantized_rows(x_NI), 0, len(x_NI))
+        y_NO = self.apply_rows(*quantized_rows(x_NI), 0, len(x_NI))
         return y_NO.view(*x.shape[:-1], y_NO.shape[1])
 
-    prepared = staticmethod(quantized_rows)
+    prepare = staticmethod(quantized_rows)
 
-    def of_rows(self, q_NI: Tensor, scale_N1: Tensor, start: int, end: int) -> Tensor:
-        """``(end - start, O)`` of some of the rows that `quantized_rows` returns."""
+    def apply_rows(self, q_NI: Tensor, scale_N1: Tensor, start: int, end: int) -> Tensor:
+        """The outputs ``(end - start, O)`` of some rows of `quantized_rows`."""
         if start == end:
             return scale_N1.new_zeros(0, len(self.scale_O))
         until = start + (end - start + STEP - 1) // STEP * STEP
@@ -102,10 +102,10 @@ class Int8Linear(nn.Module):
 
 
 def quantize(model: nn.Module, min_weights: int | None = None) -> None:
-    """Make a `SMoETransformerModel` compute in int8; it cannot be trained or saved any more.
+    """Make a `SMoETransformerModel` compute in int8; it can no longer be trained or saved.
 
     Args:
-        min_weights: as of `pack`.
+        min_weights: see `pack`.
 
     Raises:
         UsageError: this CPU has no int8 products.

@@ -1,8 +1,8 @@
-"""Weights of a loaded model in the layout that its CPU's products read fastest.
+"""Weights of a loaded model in oneDNN's packed layout, for inference on a CPU.
 
-A decoding step multiplies few rows with large matrices. oneDNN's product on weights that it has laid
-out itself, once, takes 0.3 to 0.8 times the time of `torch.nn.functional.linear` there, and gives a row
-the same result whatever the number of rows. Other weights and other products: int8.py.
+A decoding step multiplies few rows by large matrices. There oneDNN's product with packed weights takes 0.3
+to 0.8 times the time of `torch.nn.functional.linear`, and the result of a row does not depend on the number
+of rows. int8.py has the same for int8.
 
 Shapes: N rows, I inputs, O outputs, E experts.
 """
@@ -20,7 +20,7 @@ from smoe_fairseq.modules.experts import Experts
 from smoe_fairseq.modules.per_expert import PerExpert, Weights
 from smoe_fairseq.modules.rows import Copies
 
-# A product of fewer weights takes less time than the call of oneDNN, or the conversion to int8.
+# With fewer weights, the overhead of oneDNN or of int8 is larger than the gain.
 MIN_WEIGHTS = 1 << 17
 
 
@@ -38,12 +38,12 @@ class PackedLinear(nn.Module):
         )
 
     @staticmethod
-    def prepared(x_NI: Tensor) -> tuple[Tensor, ...]:
-        """The arguments of `of_rows`, the same for all maps."""
+    def prepare(x_NI: Tensor) -> tuple[Tensor, ...]:
+        """The arguments of `apply_rows`, which all linear layers with this input share."""
         return (x_NI,)
 
-    def of_rows(self, x_NI: Tensor, start: int, end: int) -> Tensor:
-        """``(end - start, O)`` of some of the rows, one at least."""
+    def apply_rows(self, x_NI: Tensor, start: int, end: int) -> Tensor:
+        """The outputs ``(end - start, O)`` of at least one row."""
         return self(x_NI[start:end])
 
 
@@ -51,18 +51,18 @@ class PackedLinear(nn.Module):
 def can_pack() -> bool:
     """Whether this torch has oneDNN's packed product for this CPU."""
     try:
-        found = PackedLinear(torch.ones(16, 64), torch.ones(16))(torch.ones(2, 64))
+        y = PackedLinear(torch.ones(16, 64), torch.ones(16))(torch.ones(2, 64))
     except (AttributeError, RuntimeError):
         return False
-    return bool((found == 65).all())
+    return bool((y == 65).all())
 
 
-class MappedExperts(PerExpert):
-    """An execution of experts by one map for each, in place of products with their stacked weights."""
+class PackedExperts(PerExpert):
+    """An execution of experts by two linear layers for each, in place of their stacked weights."""
 
-    def __init__(self, maps: list[list[nn.Module]], experts: Experts):
+    def __init__(self, layers: list[list[nn.Module]], experts: Experts):
         super().__init__(experts)
-        self.maps = maps
+        self.layers = layers
 
     def __call__(self, x_TD: Tensor, copies: Copies, weights: Weights) -> tuple[Tensor, Weights]:
         copy_N, sizes = self.sort_by_expert(copies)
@@ -73,64 +73,66 @@ class MappedExperts(PerExpert):
     def by_expert(
         self, x_ND: Tensor, sizes: list[int], weights: Weights
     ) -> Iterator[tuple[int, Tensor]]:
-        first, second = self.maps
-        rows, activation_fn = first[0].prepared(x_ND), self.experts.activation_fn
+        first, second = self.layers
+        rows, activation_fn = first[0].prepare(x_ND), self.experts.activation_fn
         end = 0
         for e, size in enumerate(sizes):
             start, end = end, end + size
             if size:
-                yield e, second[e](activation_fn(first[e].of_rows(*rows, start, end)))
+                yield e, second[e](activation_fn(first[e].apply_rows(*rows, start, end)))
 
 
-def joined(maps: Sequence[nn.Linear]) -> tuple[Tensor, Tensor]:
-    """Weight and bias of one map with the outputs of several, one after the other."""
-    weight, bias = (torch.cat([getattr(each, n) for each in maps]) for n in ("weight", "bias"))
+def concatenate(layers: Sequence[nn.Linear]) -> tuple[Tensor, Tensor]:
+    """Weight and bias of one linear layer with the concatenated outputs of several."""
+    weight, bias = (torch.cat([getattr(each, n) for each in layers]) for n in ("weight", "bias"))
     return weight, bias
 
 
 @torch.no_grad()
 def pack(model: nn.Module, linear: Callable = PackedLinear, min_weights: int | None = None) -> None:
-    """Replaces large weights of a `SMoETransformerModel`, which cannot be trained or saved any more.
+    """Pack large weights of a `SMoETransformerModel`, which can no longer be trained or saved.
 
-    These are linear maps, experts and the output projection. A second call changes nothing.
+    These are linear layers, experts and the output projection. A second call changes nothing.
 
     Args:
-        linear: makes the map of a weight and a bias.
-        min_weights: matrices with fewer stay as they are; None: `MIN_WEIGHTS`.
+        linear: creates the layer from a weight and a bias.
+        min_weights: smaller matrices are not packed; None: `MIN_WEIGHTS`.
 
     Raises:
-        ValueError: the model has maps of another kind already.
+        ValueError: the model has been packed by another ``linear``.
     """
     if (before := getattr(model, "packed_by", linear)) is not linear:
         raise ValueError(f"the model has {before.__name__}: load it again for {linear.__name__}")
     model.packed_by = linear
     min_weights = MIN_WEIGHTS if min_weights is None else min_weights
     for attention in (each for each in model.modules() if isinstance(each, MultiheadAttention)):
-        # fairseq would hand the weights to torch's attention, in place of calling the projections.
+        # Else fairseq would pass the weights to torch's attention instead of calling the projections.
         attention.skip_embed_dim_check = True
         projections = attention.q_proj, attention.k_proj, attention.v_proj
         if not attention.self_attention or not all(type(p) is nn.Linear for p in projections):
             continue
         if 3 * attention.q_proj.weight.numel() >= min_weights:
-            attention.qkv = linear(*joined(projections))  # for a step of the search
+            attention.qkv = linear(*concatenate(projections))  # for a step of the search
     for parent in list(model.modules()):
         for name, child in parent.named_children():
             if isinstance(child, nn.Linear) and child.weight.numel() >= min_weights:
                 setattr(parent, name, packed := linear(child.weight, child.bias))
-                if name == "output_projection":  # often the embeddings, which are kept anyway
+                if (
+                    name == "output_projection"
+                ):  # often tied to the embeddings, which are kept anyway
                     packed.weight_OI = child.weight.detach()
     for block in [each for each in model.modules() if isinstance(each, StratifiedMoE)]:
         experts = block.experts
         if experts.w1.numel() and experts.w1[0].numel() >= min_weights:
             pairs = ((experts.w1, experts.b1), (experts.w2, experts.b2))
-            maps = [[linear(*each) for each in zip(*pair, strict=True)] for pair in pairs]
-            block.execution = partial(MappedExperts, maps)
+            layers = [[linear(*each) for each in zip(*pair, strict=True)] for pair in pairs]
+            block.execution = partial(PackedExperts, layers)
             for name, parameter in experts.named_parameters():
                 setattr(experts, name, nn.Parameter(parameter.new_empty(0), requires_grad=False))
 
 
 def rows_of(output_projection: nn.Module, ids_A: Tensor) -> Callable[[Tensor], Tensor]:
-    """The map to some of the outputs of a decoder's output projection, packed or not."""
+    """A function to some outputs of a decoder's output projection, which may be packed."""
     packed = hasattr(output_projection, "weight_OI")
     weight_OI = output_projection.weight_OI if packed else output_projection.weight
     bias_O = output_projection.bias_O if packed else output_projection.bias

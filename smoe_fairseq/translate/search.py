@@ -16,16 +16,16 @@ from smoe_fairseq.flags import number_fault
 from smoe_fairseq.forms import check
 from smoe_fairseq.modules import RoutingStats
 from smoe_fairseq.modules.experts import cast_once
-from smoe_fairseq.translate.packed import joined, rows_of
+from smoe_fairseq.translate.packed import concatenate, rows_of
 
-GROUP = 16  # by trial
+GROUP = 16  # the fastest one in benchmarks
 
 
 def best_of_many(x_BV: Tensor, number: int) -> tuple[Tensor, Tensor]:
     """``x.topk(number)`` of each row: values and indices ``(B, C)``.
 
-    The C greatest are in the C groups with the greatest maxima. Groups lie across the row, so that their
-    maxima are computed at the speed of reading it. Ties at the end are broken arbitrarily, as by ``topk``.
+    The C greatest are in the C groups with the greatest maxima. The elements of a group are ``V // GROUP``
+    apart, so computing the maxima is as fast as reading the row. Ties are broken arbitrarily, as by ``topk``.
     """
     groups = x_BV.shape[1] // GROUP
     if groups < 2 * number or x_BV.device.type != "cpu":
@@ -42,17 +42,17 @@ def best_of_many(x_BV: Tensor, number: int) -> tuple[Tensor, Tensor]:
     return best.values, index_BN.gather(1, best.indices)
 
 
-# The decoder of a `SMoETransformerModel`, one step of a beam search after the other.
+# The decoder of a `SMoETransformerModel` for single steps of a beam search.
 #
-# fairseq's decoder copies the keys and values of all hypotheses whenever they change places, and
-# those of the source for each of them. Here both stay in place, once per sentence: a mask tells a
-# hypothesis which of its sentence's keys are its own past.
+# fairseq's decoder copies the keys and values of all hypotheses whenever the beam is reordered, and stores
+# those of the source for each hypothesis. Here all stay in place, and those of the source are stored once per
+# sentence: a mask selects the keys of a hypothesis's own past.
 #
-# Shapes: B sentences, W hypotheses of each, R = B W rows, S source positions, N keys of a sentence
-# so far, D embedding, H heads.
+# Shapes: B sentences, W hypotheses of each, R = B W rows, S source positions, N keys of a sentence so far, D
+# embedding, H heads.
 
-_HIDDEN = float("-inf")
-_FEW = 16  # numbers of which torch's softmax takes longer than of more, on a CPU
+_MASKED = float("-inf")
+_MIN_SOURCE = 16  # torch's softmax is slower for fewer numbers, on a CPU
 
 
 class StepDecoder:
@@ -60,29 +60,29 @@ class StepDecoder:
 
     Args:
         decoder: a `SMoETransformerDecoder` in evaluation mode.
-        encoder_out: of its sentences, in the encoder's form.
+        encoder_out: the encoder's output for the batch.
     """
 
     def __init__(self, decoder, encoder_out: dict):
         self.decoder = decoder
         source_BSD = encoder_out["encoder_out"][0].transpose(0, 1)
         mask_BS = encoder_out["encoder_padding_mask"][0]
-        if (more := _FEW - mask_BS.shape[1]) > 0:
+        if (more := _MIN_SOURCE - mask_BS.shape[1]) > 0:
             source_BSD = F.pad(source_BSD, (0, 0, 0, more))
             mask_BS = F.pad(mask_BS, (0, more), value=True)
         zeros_BS = torch.zeros(mask_BS.shape, dtype=source_BSD.dtype, device=mask_BS.device)
-        self.source_bias_B1S = zeros_BS.masked_fill(mask_BS, _HIDDEN).unsqueeze(1)
-        self.bias_BWN = None  # before the first step
+        self.source_bias_B1S = zeros_BS.masked_fill(mask_BS, _MASKED).unsqueeze(1)
+        self.bias_BWN: Tensor | None = None
         self.layers = [_Layer(layer, source_BSD) for layer in decoder.layers]
 
     def features(self, tokens_RT: Tensor, beam: int) -> Tensor:
-        """The decoder's output at the last token, ``(R, D)``; the output projection makes logits of it.
+        """The decoder's output at the last token, ``(R, D)``, before the output projection.
 
         Args:
-            tokens_RT: of W = ``beam`` hypotheses per sentence, sentence after sentence. Each call has one
-                more token than the one before.
+            tokens_RT: of W = ``beam`` hypotheses per sentence, sentence by sentence. Each call has one more
+                token than the previous one.
         """
-        own_WW = torch.full((beam, beam), _HIDDEN, device=tokens_RT.device).fill_diagonal_(0)
+        own_WW = torch.full((beam, beam), _MASKED, device=tokens_RT.device).fill_diagonal_(0)
         own_WW = own_WW.to(self.source_bias_B1S.dtype)
         own_BWW = own_WW.expand(len(self.source_bias_B1S), -1, -1)
         past = [] if self.bias_BWN is None else [self.bias_BWN]
@@ -98,32 +98,32 @@ class StepDecoder:
             x_1RD = self.decoder.layer_norm(x_1RD)
         return x_1RD.squeeze(0)
 
-    def follow(self, parent_BW: Tensor) -> None:
+    def reorder(self, parent_BW: Tensor) -> None:
         """Let hypothesis w continue hypothesis ``parent_BW[b, w]`` of its sentence."""
         index_BWN = parent_BW.unsqueeze(2).expand(-1, -1, self.bias_BWN.shape[2])
         self.bias_BWN = self.bias_BWN.gather(1, index_BWN)
 
-    def keep(self, places: list[int]) -> None:
-        """Keep only the sentences of these places, most of which should stay where they are."""
-        self.bias_BWN = moved_up(self.bias_BWN, places)
-        self.source_bias_B1S = moved_up(self.source_bias_B1S, places)
+    def keep(self, indices: list[int]) -> None:
+        """Keep only these sentences, in this order; fast if most keep their indices."""
+        self.bias_BWN = select_in_place(self.bias_BWN, indices)
+        self.source_bias_B1S = select_in_place(self.source_bias_B1S, indices)
         for layer in self.layers:
-            layer.keep(places)
+            layer.keep(indices)
 
 
-def moved_up(x: Tensor, places: list[int], dim: int = 0) -> Tensor:
-    """``x.index_select(dim, places)`` in the memory of ``x``, of which little is moved."""
+def select_in_place(x: Tensor, indices: list[int], dim: int = 0) -> Tensor:
+    """``x.index_select(dim, indices)`` in the memory of ``x``; only rows with new indices are copied."""
     x_B = x.movedim(dim, 0)
-    to = [i for i, place in enumerate(places) if i != place]
+    to = [i for i, index in enumerate(indices) if i != index]
     if to:
-        x_B[to] = x_B[[places[i] for i in to]]
-    return x.narrow(dim, 0, len(places))
+        x_B[to] = x_B[[indices[i] for i in to]]
+    return x.narrow(dim, 0, len(indices))
 
 
 class _Layer:
-    """One layer and what it keeps of the sentences: keys and values ``(2, B, H, ..., D / H)``.
+    """One layer and its keys and values ``(2, B, H, ..., D / H)``.
 
-    Products are `torch.bmm` of all heads of all sentences, as `torch.matmul` makes them with more calls.
+    Products are `torch.bmm` of all heads of all sentences, which takes fewer calls than `torch.matmul`.
     """
 
     def __init__(self, layer, source_BSD: Tensor):
@@ -132,11 +132,11 @@ class _Layer:
         self.heads = own.num_heads
         self.project = getattr(own, "qkv", None)  # of a model in int8
         if self.project is None:
-            weight, bias = joined((own.q_proj, own.k_proj, own.v_proj))
+            weight, bias = concatenate((own.q_proj, own.k_proj, own.v_proj))
             self.project = partial(F.linear, weight=weight, bias=bias)
-        of_source = source.k_proj(source_BSD), source.v_proj(source_BSD)
-        self.source_memory = self._by_head(torch.stack(of_source)).contiguous()
-        self.memory = None  # of the hypotheses, with room for more steps
+        keys_values = source.k_proj(source_BSD), source.v_proj(source_BSD)
+        self.source_memory = self._by_head(torch.stack(keys_values)).contiguous()
+        self.memory: Tensor | None = None  # of the hypotheses, allocated for more than N keys
         self.number = 0  # N
 
     def step(
@@ -147,7 +147,7 @@ class _Layer:
         source_bias_B1S: Tensor,
         gate_logits: Tensor | None,
     ) -> tuple[Tensor, ...]:
-        """As `TransformerLayer.feed_forward` returns it, for one new token of each hypothesis."""
+        """The result of `TransformerLayer.feed_forward`, for one new token of each hypothesis."""
         batch, beam, _ = bias_BWN.shape
 
         def self_attention(h_1RD):
@@ -168,9 +168,9 @@ class _Layer:
         y_R1D, *stats = layer.feed_forward(x_R1D, None, ids_R1, gate_logits, with_stats=False)
         return y_R1D.transpose(0, 1), *stats
 
-    def keep(self, places: list[int]) -> None:
-        self.source_memory = moved_up(self.source_memory, places, 1)
-        self.memory = moved_up(self.memory, places, 1)
+    def keep(self, indices: list[int]) -> None:
+        self.source_memory = select_in_place(self.source_memory, indices, 1)
+        self.memory = select_in_place(self.memory, indices, 1)
 
     def _attend(self, attention, q_BWD: Tensor, memory: Tensor, bias: Tensor) -> Tensor:
         batch, beam, dim = q_BWD.shape
@@ -190,24 +190,23 @@ class _Layer:
         end = self.number + number
         if self.memory is None or end > self.memory.shape[3]:
             shape = (*more.shape[:3], end + max(self.number, 16 * number), more.shape[4])
-            room = more.new_empty(shape)
+            larger = more.new_empty(shape)
             if self.memory is not None:
-                room[:, :, :, : self.number] = self.memory[:, :, :, : self.number]
-            self.memory = room
+                larger[:, :, :, : self.number] = self.memory[:, :, :, : self.number]
+            self.memory = larger
         self.memory.narrow(3, self.number, number).copy_(more)
         self.number = end
 
 
 # Beam search over the hypotheses of a batch, with the results of fairseq's `SequenceGenerator`.
 #
-# It is faster: the vocabulary is processed in pieces that stay in the cache, the first step has one
-# hypothesis of each sentence, and see `StepDecoder`.
+# It is faster: log-probabilities are processed in parts that fit the cache, the first step has one hypothesis
+# per sentence, and see `StepDecoder`.
 #
-# Shapes: B sentences that are not finished, W hypotheses of each, R = B W rows, T tokens, C
-# candidates, V vocabulary.
+# Shapes: B unfinished sentences, W hypotheses of each, R = B W rows, T tokens, C candidates, V vocabulary.
 
 _NEVER = float("-inf")
-_CACHED = 3 << 20  # bytes of log-probabilities at a time, on a CPU
+_CACHE_BYTES = 3 << 20  # of log-probabilities at a time, on a CPU
 
 
 def option(default, words: str, least: float = -math.inf, most: float = math.inf):
@@ -219,11 +218,10 @@ def option(default, words: str, least: float = -math.inf, most: float = math.inf
 class SearchOptions:
     """How to search; names and defaults are those of fairseq's flags.
 
-    With ``sampling``, a sentence's translations depend on its tokens and on ``seed``, not on what else is in
-    the batch.
+    With ``sampling``, a sentence's translations depend on its tokens and on ``seed``, not on the batch.
 
     Raises:
-        UsageError: a value is of another type or outside its limits, or two do not go together.
+        UsageError: a value is of another type or outside its limits, or two exclude each other.
     """
 
     beam: int = option(5, "beam size", 1)
@@ -265,10 +263,11 @@ class SearchOptions:
 
 
 class BeamSearch:
-    """Called as fairseq's generators are, by ``task.inference_step``.
+    """A generator for ``task.inference_step`` of fairseq.
 
-    A sentence is done when W hypotheses have ended, each among the W best candidates of its step. The score
-    of one is the sum of its tokens' log-probabilities over ``length ** lenpen``, end of sentence included.
+    A sentence is finished when W hypotheses have ended, each among the W best candidates of its step. A
+    hypothesis's score is the sum of its tokens' log-probabilities over ``length ** lenpen``, including the
+    end of sentence.
 
     Args:
         dictionary: of the target.
@@ -286,7 +285,7 @@ class BeamSearch:
         self.stopped = threading.Event()
 
     def stop(self) -> None:
-        """End the searches that run in other threads, by an exception."""
+        """End searches in other threads, which then raise RuntimeError."""
         self.stopped.set()
 
     @cast_once()
@@ -302,9 +301,9 @@ class BeamSearch:
         """Hypotheses of each sentence, best first, "tokens", "score" and "positional_scores" (to base e).
 
         Args:
-            models: `SMoETransformerModel`, in evaluation mode; of several the probabilities are averaged.
+            models: `SMoETransformerModel`, in evaluation mode; the probabilities of several are averaged.
             sample: fairseq's batch; "net_input" has "src_tokens" and "src_lengths".
-            prefix_tokens: (B, P), with which a sentence's hypotheses begin; padding is free.
+            prefix_tokens: (B, P), the first tokens of a sentence's hypotheses; padding allows any token.
             bos_token: the decoder's first token; by default the end of sentence.
         """
         source_BS = sample["net_input"]["src_tokens"]
@@ -316,26 +315,26 @@ class BeamSearch:
         if self.options.sampling:
             run.draw(source_BS)
         for step in range(run.last_step + 1):
-            begins = prefix_tokens is not None and step < prefix_tokens.shape[1]
-            if run.step(step, prefix_tokens[run.left, step] if begins else None):
+            forced = prefix_tokens is not None and step < prefix_tokens.shape[1]
+            if run.step(step, prefix_tokens[run.left, step] if forced else None):
                 break
             if self.stopped.is_set():
                 raise RuntimeError("the search was stopped")
         return run.results()
 
     def _limits(self, models: list, source_BS: Tensor) -> Tensor:
-        """(B,): the maximum number of tokens of a translation, without its end."""
+        """(B,): the maximum length of a translation, without the end of sentence."""
         length_B = source_BS.ne(self.dictionary.pad()).sum(1)
         limit_B = self.options.max_len_a * length_B.double() + float(self.options.max_len_b)
         most = min(model.max_decoder_positions() for model in models)
         return limit_B.clamp(max=most - 1).long()
 
 
-def places_without(gone: set[int], number: int) -> list[int]:
-    """The old index for each place of a shorter row: gaps are filled from the end."""
-    left = number - len(gone)
-    last = (place for place in range(left, number) if place not in gone)
-    return [next(last) if place in gone else place for place in range(left)]
+def indices_without(removed: set[int], number: int) -> list[int]:
+    """The old index of each remaining element, if gaps are filled from the end."""
+    left = number - len(removed)
+    last = (index for index in range(left, number) if index not in removed)
+    return [next(last) if index in removed else index for index in range(left)]
 
 
 @dataclass
@@ -343,7 +342,7 @@ class _Ended:
     """Hypotheses that ended at one step."""
 
     tokens: Tensor  # (n, step + 1), with the end of sentence
-    sums: Tensor  # (n, step + 1) of log-probabilities up to each
+    sums: Tensor  # (n, step + 1), cumulative log-probabilities
 
 
 class _Run:
@@ -352,49 +351,47 @@ class _Run:
         dictionary = search.dictionary
         self.eos, self.pad, self.unk = dictionary.eos(), dictionary.pad(), dictionary.unk()
         self.size = len(dictionary)  # V
-        self.ids_V = None  # of a shortlist: the dictionary's index of each token
+        self.ids_V = None  # of a shortlist: its tokens' ids in the dictionary
         self.projections = [decoder.output_layer for decoder in decoders]
         self.beam = min(self.options.beam, self.size - 1)
         self.states = list(map(StepDecoder, decoders, encoded))
         batch, device = len(limit_B), limit_B.device
         self.limit_B = limit_B
         self.first_limit, self.last_step = int(limit_B.min()), int(limit_B.max())
-        # Of each sentence: score, and which one it is of those that ended together.
+        # Of each sentence: score, hypotheses that ended at the same step, and index among them.
         self.ended: list[list[tuple[float, _Ended, int]]] = [[] for _ in range(batch)]
-        self.left = list(range(batch))  # sentences that are not finished
-        # One hypothesis at first, which all begin with.
+        self.left = list(range(batch))  # unfinished sentences
+        # One hypothesis per sentence before the first step.
         first = self.eos if bos is None else bos
         self.tokens_BWT = torch.full((batch, 1, 1), first, device=device)
         self.sums_BWT = torch.zeros(batch, 1, 0, device=device)
         self.ignored_BW = torch.zeros(batch, self.beam, dtype=torch.bool, device=device)
 
     def restrict_to(self, ids_V: Tensor, prefix_tokens: Tensor | None) -> None:
-        """Restrict all hypotheses to these tokens and those of the prefixes."""
+        """Restrict all hypotheses to these tokens and the prefixes' tokens."""
         if prefix_tokens is not None:
             ids_V = torch.cat([ids_V, prefix_tokens.flatten()]).unique()
         if 2 * self.beam < len(ids_V) < self.size:
             self.ids_V, self.size = ids_V, len(ids_V)
             self.projections = [rows_of(each.output_projection, ids_V) for each in self.decoders]
 
-    def places(self, token: Tensor) -> Tensor:
-        """The places of tokens among those that hypotheses may have."""
+    def columns(self, token: Tensor) -> Tensor:
+        """The tokens' columns among the V columns of log-probabilities."""
         return token if self.ids_V is None else torch.searchsorted(self.ids_V, token)
 
     def draw(self, source_BS: Tensor) -> None:
-        """Numbers from 0 to 1 that choose the tokens of all steps, for each sentence by itself."""
-        shape = self.beam, self.last_step + 1
-        drawn = [self._drawn(ids, shape) for ids in source_BS]
+        """Draw numbers from 0 to 1 for the tokens of all steps, with a generator for each sentence."""
+        seed = zlib.crc32(str(self.options.seed).encode())
+        drawn = []
+        for ids_S in source_BS:
+            ids = ids_S[ids_S != self.pad].cpu().numpy().astype("<i8")
+            generator = torch.Generator().manual_seed(zlib.crc32(ids.tobytes()) << 32 | seed)
+            shape = self.last_step + 1, self.beam
+            drawn.append(torch.rand(*shape, generator=generator, dtype=torch.float64).t())
         self.drawn_BWT = torch.stack(drawn).to(source_BS.device)
 
-    def _drawn(self, ids_S: Tensor, shape: tuple[int, int]) -> Tensor:
-        ids = ids_S[ids_S != self.pad].cpu().numpy().astype("<i8")
-        generator = torch.Generator().manual_seed(
-            zlib.crc32(ids.tobytes()) << 32 | zlib.crc32(str(self.options.seed).encode())
-        )
-        return torch.rand(*reversed(shape), generator=generator, dtype=torch.float64).t()
-
     def step(self, step: int, forced_B: Tensor | None) -> bool:
-        """Adds a token to each hypothesis; returns whether all sentences are finished."""
+        """Add a token to each hypothesis; returns whether all sentences are finished."""
         tokens_RT, beam = self.tokens_BWT.flatten(0, 1), self.tokens_BWT.shape[1]
         features = [state.features(tokens_RT, beam) for state in self.states]
         score_BC, index_BC = self._candidates(features, step, forced_B)
@@ -408,7 +405,7 @@ class _Run:
         if len(finished) == len(self.left):
             return True
         if finished:
-            keep = places_without(finished, len(self.left))
+            keep = indices_without(finished, len(self.left))
             keep_B = torch.tensor(keep, device=score_BC.device)
             self.left = [self.left[b] for b in keep]
             score_BC, parent_BC, token_BC, ends_BC, self.ignored_BW = (
@@ -424,19 +421,19 @@ class _Run:
             for state in self.states:
                 state.keep(keep)
 
-        # The best candidates that have not ended; where there are too few, ended ones that are ignored.
+        # The best candidates that have not ended; if there are too few, ended ones that are ignored.
         candidates = score_BC.shape[1]
         ends_BC[:, : self.beam] |= self.ignored_BW
         rank_BC = torch.arange(candidates, device=score_BC.device) + ends_BC * 2 * self.beam
         rank_BW, chosen_BW = rank_BC.topk(self.beam, dim=1, largest=False)
         self.ignored_BW = rank_BW >= 2 * self.beam
-        self._go_on(*(x.gather(1, chosen_BW) for x in (parent_BC, token_BC, score_BC)))
+        self._extend(*(x.gather(1, chosen_BW) for x in (parent_BC, token_BC, score_BC)))
         return False
 
     def _candidates(
         self, features: list[Tensor], step: int, forced_B: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """Sums of log-probabilities and ``w V + token``, ``(B, C)``: the best, best first, or drawn ones.
+        """Sums of log-probabilities and ``w V + token``, ``(B, C)``: the best, best first, or sampled ones.
 
         Args:
             features: ``(R, D)`` of each model.
@@ -445,8 +442,8 @@ class _Run:
         size = self.size
         part = batch
         if features[0].device.type == "cpu":
-            part = max(1, _CACHED // (beam * size * 4))
-        found = []
+            part = max(1, _CACHE_BYTES // (beam * size * 4))
+        parts = []
         for start in range(0, batch, part):
             sentences = slice(start, start + part)
             lprobs_RV = self._lprobs(features, slice(start * beam, (start + part) * beam))
@@ -455,35 +452,35 @@ class _Run:
             limit, tokens = self.limit_B[sentences], self.tokens_BWT[sentences]
             self._restrict(lprobs_BWV, step, forced, limit, tokens)
             if self.options.sampling:
-                found.append(self._sampled(lprobs_BWV, step, sentences))
+                parts.append(self._sample(lprobs_BWV, step, sentences))
                 continue
             if step > 0:
                 lprobs_BWV += self.sums_BWT[sentences, :, -1:]
             flat = lprobs_BWV.flatten(1)
             number = min(2 * self.beam, flat.shape[1] - 1)
             best = best_of_many(flat, number)
-            if best[0].isnan().any():  # which are taken for the greatest
+            if best[0].isnan().any():  # topk sorts NaN first
                 best = best_of_many(flat.masked_fill_(flat.isnan(), _NEVER), number)
-            found.append(best)
-        score_BC, index_BC = map(torch.cat, zip(*found, strict=True))
+            parts.append(best)
+        score_BC, index_BC = map(torch.cat, zip(*parts, strict=True))
         return score_BC, index_BC
 
     def _lprobs(self, features: list[Tensor], rows: slice) -> Tensor:
-        """Log-probabilities of the next token of some rows: of the models' mean probabilities."""
-        found = []
+        """Logarithms of the models' mean probabilities of the next token, for some rows."""
+        lprobs = []
         for project, features_RD in zip(self.projections, features, strict=True):
             logits_RV = project(features_RD[rows])
             if self.options.temperature != 1:
                 logits_RV = logits_RV.div_(self.options.temperature)
-            found.append(logits_RV.log_softmax(dim=-1, dtype=torch.float32))
-        if len(found) == 1:
-            return found[0]
-        return torch.stack(found).logsumexp(0).sub_(math.log(len(found)))
+            lprobs.append(logits_RV.log_softmax(dim=-1, dtype=torch.float32))
+        if len(lprobs) == 1:
+            return lprobs[0]
+        return torch.stack(lprobs).logsumexp(0).sub_(math.log(len(lprobs)))
 
-    def _sampled(self, lprobs_BWV: Tensor, step: int, sentences: slice) -> tuple[Tensor, Tensor]:
-        """A token for each of the W hypotheses, as of `_candidates`: score and index ``(B, W)``."""
+    def _sample(self, lprobs_BWV: Tensor, step: int, sentences: slice) -> tuple[Tensor, Tensor]:
+        """A token for each of the W hypotheses: score and index ``(B, W)``, as `_candidates` returns them."""
         options, batch = self.options, len(lprobs_BWV)
-        # A hypothesis that cannot go on, because of NaN or the restrictions, takes a token at -inf.
+        # A hypothesis that cannot continue, because of NaN or the restrictions, gets a token at -inf.
         lprobs_BWV = lprobs_BWV.nan_to_num(nan=_NEVER, neginf=_NEVER)
         if options.sampling_topp > 0:
             lprobs_BWC, token_BWC = lprobs_BWV.sort(dim=2, descending=True)
@@ -497,12 +494,12 @@ class _Run:
             lprobs_BWC, token_BWC = lprobs_BWV, None
         sums_BWC = lprobs_BWC.double().exp().cumsum(2).expand(batch, self.beam, -1)
         threshold_BW1 = self.drawn_BWT[sentences, :, step : step + 1] * sums_BWC[:, :, -1:]
-        place_BW1 = torch.searchsorted(sums_BWC.contiguous(), threshold_BW1, right=True)
-        place_BW1.clamp_(max=sums_BWC.shape[2] - 1)
-        score_BW = lprobs_BWC.expand(batch, self.beam, -1).gather(2, place_BW1).squeeze(2)
+        index_BW1 = torch.searchsorted(sums_BWC.contiguous(), threshold_BW1, right=True)
+        index_BW1.clamp_(max=sums_BWC.shape[2] - 1)
+        score_BW = lprobs_BWC.expand(batch, self.beam, -1).gather(2, index_BW1).squeeze(2)
         if token_BWC is not None:
-            place_BW1 = token_BWC.expand(batch, self.beam, -1).gather(2, place_BW1)
-        token_BW = place_BW1.squeeze(2)
+            index_BW1 = token_BWC.expand(batch, self.beam, -1).gather(2, index_BW1)
+        token_BW = index_BW1.squeeze(2)
         if step == 0:
             return score_BW, token_BW
         parent_W = torch.arange(self.beam, device=token_BW.device)
@@ -520,7 +517,7 @@ class _Run:
             lprobs_BWV[at_limit_B] = _NEVER
             lprobs_BWV[at_limit_B, :, self.eos] = end_BW
         if forced_B is not None and step < self.first_limit:
-            index_BW1 = self.places(forced_B).view(-1, 1, 1).expand(-1, lprobs_BWV.shape[1], 1)
+            index_BW1 = self.columns(forced_B).view(-1, 1, 1).expand(-1, lprobs_BWV.shape[1], 1)
             value_BW1 = lprobs_BWV.gather(2, index_BW1)
             free_B = forced_B == self.pad
             lprobs_BWV.masked_fill_(~free_B.view(-1, 1, 1), _NEVER)
@@ -532,21 +529,19 @@ class _Run:
             ngrams_BWNn = output_BWT.unfold(2, n, 1)
             last_BW1n = output_BWT[:, :, output_BWT.shape[2] + 1 - n :].unsqueeze(2)
             again_BWN = (ngrams_BWNn[..., :-1] == last_BW1n).all(3)
-            banned_BWN = self.places(ngrams_BWNn[..., -1]).masked_fill(~again_BWN, self.pad)
+            banned_BWN = self.columns(ngrams_BWNn[..., -1]).masked_fill(~again_BWN, self.pad)
             lprobs_BWV.scatter_(2, banned_BWN, _NEVER)  # padding is never chosen anyway
 
     def _end(self, step: int, ends_BW: Tensor, score_BC: Tensor, parent_BC: Tensor) -> set[int]:
         """Record the hypotheses that end; returns the sentences that are finished."""
-        sentence_n, place_n = ends_BW.nonzero(as_tuple=True)
-        at_limit = (
-            {b for b, limit in enumerate(self.limit_B.tolist()) if step >= limit}
-            if (step >= self.first_limit)
-            else set()
-        )
+        sentence_n, candidate_n = ends_BW.nonzero(as_tuple=True)
+        finished = set()
+        if step >= self.first_limit:
+            finished = {b for b, limit in enumerate(self.limit_B.tolist()) if step >= limit}
         if not len(sentence_n):
-            return at_limit
-        parent_n = parent_BC[sentence_n, place_n]
-        sum_n = score_BC[sentence_n, place_n]
+            return finished
+        parent_n = parent_BC[sentence_n, candidate_n]
+        sum_n = score_BC[sentence_n, candidate_n]
         tokens = self.tokens_BWT[sentence_n, parent_n, 1:]
         sums = self.sums_BWT[sentence_n, parent_n]
         ended = _Ended(
@@ -554,7 +549,6 @@ class _Run:
             torch.cat([sums, sum_n.unsqueeze(1)], 1),
         )
         scores = (sum_n / (step + 1) ** self.options.lenpen).tolist()
-        finished = at_limit
         for i, (b, score) in enumerate(zip(sentence_n.tolist(), scores, strict=True)):
             of_sentence = self.ended[self.left[b]]
             if len(of_sentence) < self.beam:
@@ -563,9 +557,9 @@ class _Run:
                 finished.add(b)
         return finished
 
-    def _go_on(self, parent_BW: Tensor, token_BW: Tensor, score_BW: Tensor) -> None:
+    def _extend(self, parent_BW: Tensor, token_BW: Tensor, score_BW: Tensor) -> None:
         for state in self.states:
-            state.follow(parent_BW)
+            state.reorder(parent_BW)
         index_BW1 = parent_BW.unsqueeze(2)
         tokens, sums = (
             x.gather(1, index_BW1.expand(-1, -1, x.shape[2]))
@@ -577,10 +571,10 @@ class _Run:
     def results(self) -> list[list[dict]]:
         if not all(self.ended):
             raise UsageError("the model yields NaN: it has diverged in training")
-        return [self._sorted(ended) for ended in self.ended]
+        return [self._hypotheses(ended) for ended in self.ended]
 
     @staticmethod
-    def _sorted(ended: list[tuple[float, _Ended, int]]) -> list[dict]:
+    def _hypotheses(ended: list[tuple[float, _Ended, int]]) -> list[dict]:
         order = torch.tensor([score for score, _, _ in ended]).sort(descending=True).indices
         hypotheses = []
         for score, at_step, i in (ended[n] for n in order.tolist()):

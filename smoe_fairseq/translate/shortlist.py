@@ -1,7 +1,7 @@
 """``smoe shortlist``: the target tokens that a source text may need, from counts in the training data.
 
-The output projection is a large part of a decoding step. A translation uses few tokens of the vocabulary,
-nearly all of which occur together with the source's tokens in the training data, or are frequent anyway.
+The output projection takes a large part of a decoding step. A translation uses few tokens of the vocabulary,
+and nearly all of these co-occur with the source's tokens in the training data, or are frequent anyway.
 The score of a source token s and a target token t is their Dice coefficient, ``2 c(s, t) / (c(s) + c(t))``,
 with c the number of sentences (sentence pairs) that contain them.
 
@@ -30,56 +30,56 @@ SHORTLIST_HELP = (
     "choose among the target tokens that this file of smoe shortlist lists: faster, nearly the same "
     "translations"
 )
-_AT_ONCE = 20_000  # sentences of a product of counts
+_CHUNK = 20_000  # sentences whose counts are multiplied at a time
 
 
 class Shortlist:
-    """The content of a file that ``smoe shortlist`` has written.
+    """The content of a file of ``smoe shortlist``.
 
     Raises:
-        UsageError: it cannot be read, is of another dictionary, or has no direction of the task.
+        UsageError: it cannot be read, belongs to another dictionary, or has no direction of the task.
     """
 
     def __init__(self, file: Path | str, task):
         self.tables: dict[str, Tensor] = {}
         self.always: dict[str, Tensor] = {}
-        named = f"--shortlist {file}"
+        flag = f"--shortlist {file}"
         dictionaries = _dictionaries(task)
         check_plain(file)
         try:
             with np.load(file, allow_pickle=False) as content:
-                self._check(content, dictionaries, named)
+                self._check(content, dictionaries, flag)
                 for direction in map(str, content["directions"]):
                     if set(direction.split("-")) <= dictionaries.keys():
                         target = direction.split("-")[1]
                         size = int(content[f"{target} size"])
-                        listed = content[direction], content[f"{direction} frequent"]
-                        if not all(((0 <= ids) & (ids < size)).all() for ids in listed):
-                            raise ValueError("no numbers of tokens")
-                        self.tables[direction], frequent = map(torch.from_numpy, listed)
-                        # Tokens of languages follow those of the file.
+                        arrays = content[direction], content[f"{direction} frequent"]
+                        if not all(((0 <= ids) & (ids < size)).all() for ids in arrays):
+                            raise ValueError("invalid token ids")
+                        self.tables[direction], frequent = map(torch.from_numpy, arrays)
+                        # The task appends tokens of languages to the dictionary.
                         special = [*range(4), *range(size, len(dictionaries[target]))]
                         self.always[direction] = torch.cat([frequent, torch.tensor(special)]).long()
         except OSError as error:
-            raise UsageError(f"{named}: {error.strerror or error}") from None
+            raise UsageError(f"{flag}: {error.strerror or error}") from None
         except (ValueError, KeyError, EOFError, zipfile.BadZipFile):
-            raise UsageError(f"{named}: expected a file that smoe shortlist has written") from None
+            raise UsageError(f"{flag}: expected a file of smoe shortlist") from None
         if not self.tables:
-            raise UsageError(f"{named}: it has no direction of this model")
+            raise UsageError(f"{flag}: it has no direction of this model")
 
     @staticmethod
-    def _check(content, dictionaries: dict[str, Dictionary], named: str) -> None:
+    def _check(content, dictionaries: dict[str, Dictionary], flag: str) -> None:
         for language, dictionary in dictionaries.items():
             if f"{language} size" not in content:
                 continue
             size = int(content[f"{language} size"])
             if len(dictionary) < size or content[f"{language} digest"] != _digest(dictionary, size):
                 raise UsageError(
-                    f"{named}: it is of another dictionary of {language}; make one with smoe shortlist"
+                    f"{flag}: it is of another dictionary of {language}; make one with smoe shortlist"
                 )
 
     def of(self, source: str, target: str) -> Callable[[Tensor], Tensor] | None:
-        """The shortlist of a direction for `BeamSearch`; None if the file lacks it."""
+        """The shortlist of a direction for `BeamSearch`; None if the file lacks the direction."""
         direction = f"{source}-{target}"
         if direction not in self.tables:
             return None
@@ -88,8 +88,8 @@ class Shortlist:
     @staticmethod
     def _candidates(table_SC: Tensor, always: Tensor, source_BS: Tensor) -> Tensor:
         ids = source_BS.unique().cpu()
-        found = table_SC[ids[ids < len(table_SC)]].flatten()
-        return torch.cat([found.long(), always]).unique().to(source_BS.device)
+        listed = table_SC[ids[ids < len(table_SC)]].flatten()
+        return torch.cat([listed.long(), always]).unique().to(source_BS.device)
 
 
 def _dictionaries(task) -> dict[str, Dictionary]:
@@ -112,31 +112,31 @@ def _digest(dictionary: Dictionary, size: int) -> str:
 def candidates(
     source: sparse.csr_matrix, target: sparse.csr_matrix, number: int, frequent: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The best target tokens of each source token ``(S, C)``, end of sentence where there are fewer,
-    and the most frequent target tokens.
+    """The best target tokens of each source token ``(S, C)``, padded with the end of sentence, and the most
+    frequent target tokens.
 
     Args:
-        source, target: which tokens each sentence has, ``(N, vocabulary)`` of ones.
+        source, target: ``(N, vocabulary)``, 1 for each token of a sentence.
     """
     pairs = sparse.csr_matrix((source.shape[1], target.shape[1]), dtype=np.int32)
-    for start in range(0, source.shape[0], _AT_ONCE):
-        part = slice(start, start + _AT_ONCE)
+    for start in range(0, source.shape[0], _CHUNK):
+        part = slice(start, start + _CHUNK)
         pairs = pairs + source[part].T @ target[part]
     pairs = sparse.csr_matrix(pairs)
-    of_source, of_target = (np.asarray(x.sum(0)).ravel() for x in (source, target))
+    count_S, count_T = (np.asarray(x.sum(0)).ravel() for x in (source, target))
     table_SC = np.full((source.shape[1], number), Dictionary().eos(), dtype=np.int32)
     for token in np.flatnonzero(np.diff(pairs.indptr)):
         row = slice(pairs.indptr[token], pairs.indptr[token + 1])
         others = pairs.indices[row]
-        dice = 2 * pairs.data[row] / (of_source[token] + of_target[others])
+        dice = 2 * pairs.data[row] / (count_S[token] + count_T[others])
         best = others[np.argsort(-dice, kind="stable")[:number]]
         table_SC[token, : len(best)] = best
-    order = np.argsort(-of_target, kind="stable")[:frequent]
-    return table_SC, order[of_target[order] > 0].astype(np.int32)
+    order = np.argsort(-count_T, kind="stable")[:frequent]
+    return table_SC, order[count_T[order] > 0].astype(np.int32)
 
 
 def _occurrences(prefix: Path, dictionary: Dictionary, lines: int) -> sparse.csr_matrix:
-    """Which tokens each of the first sentences has; special tokens are left out."""
+    """The tokens of each of the first sentences, ``(N, vocabulary)`` of ones; without special tokens."""
     data = data_utils.load_indexed_dataset(str(prefix), dictionary)
     rows = [np.unique(data[i].numpy()) for i in range(min(lines, len(data)))]
     rows = [row[row >= dictionary.nspecial] for row in rows]
@@ -193,9 +193,10 @@ def run_shortlist(args: Namespace) -> None:
             raise UsageError(f"{args.data}: the sides of {'-'.join(pair)} have different lengths")
         for source, target in (pair, pair[::-1]):
             direction = f"{source}-{target}"
-            table, often = candidates(sides[source], sides[target], args.candidates, args.frequent)
             content["directions"].append(direction)
-            content[direction], content[f"{direction} frequent"] = table, often
+            content[direction], content[f"{direction} frequent"] = candidates(
+                sides[source], sides[target], args.candidates, args.frequent
+            )
     with whole_file(output, f"--output {output}") as partial_file, open(partial_file, "wb") as file:
         np.savez_compressed(file, **content)
     print(f"{output}: {', '.join(content['directions'])}")

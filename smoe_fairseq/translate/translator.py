@@ -25,9 +25,9 @@ from smoe_fairseq.translate.shortlist import Shortlist, direction_of
 
 
 def by_length(lengths: Sequence[int], max_tokens: int) -> Iterator[list[int]]:
-    """Indices of all texts, the longest first, in batches of at most ``max_tokens``, padding included.
+    """Batches of indices, the longest texts first, with at most ``max_tokens`` each, padding included.
 
-    One that is longer is a batch by itself.
+    A text that is longer is a batch by itself.
     """
     batch: list[int] = []
     for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
@@ -39,28 +39,28 @@ def by_length(lengths: Sequence[int], max_tokens: int) -> Iterator[list[int]]:
         yield batch
 
 
-_HALF = re.compile(r"[\ud800-\udfff]")
+_SURROGATE = re.compile(r"[\ud800-\udfff]")
 
 
 def check_texts(texts: Iterable) -> None:
-    """Raise UsageError if one is no text, or holds half of a surrogate pair, as "\\ud800" in JSON does."""
+    """Raise UsageError if one is not a string, or has half of a surrogate pair, such as "\\ud800" in JSON."""
     for text in texts:
         if not isinstance(text, str):
             raise UsageError(f"{text!r:.60}: expected a text")
-        if _HALF.search(text):
+        if _SURROGATE.search(text):
             raise UsageError(f"{text!r:.60} holds half of a surrogate pair, which is no character")
 
 
-# A text that is too long for a model is divided where it hurts least.
+# Texts that are too long for a model are divided: at ends of sentences, then of clauses, then of words.
 
-# Ends of sentences, then of clauses, then of words.
 _MARKS = (r"(?<=[.!?…])\s+|(?<=[。！？])", r"(?<=[,;:–—])\s+|(?<=[，；：、])", r"\s+")
 
 
 def divide(text: str, fits: Callable[[str], bool], marks: tuple[str, ...] = _MARKS) -> list[str]:
-    """The text in parts that fit, each as long as it may be; they end with sentences as long as these fit.
+    """The text in parts that fit, each as long as possible.
 
-    A sentence that does not fit is divided at its commas, and then between words; a word between letters.
+    Parts consist of sentences. A sentence that does not fit is divided at commas, then between words, and a
+    word between letters.
     """
     if fits(text):
         return [text]
@@ -84,11 +84,11 @@ def divide(text: str, fits: Callable[[str], bool], marks: tuple[str, ...] = _MAR
 def in_threads(
     function: Callable, items: Iterable, number: int, stop: Callable[[], None] | None = None
 ) -> Iterator:
-    """The results in the order of the items, ``number`` of which are computed at a time.
+    """The results of all items, in their order; ``number`` are computed at a time.
 
     Args:
-        stop: makes running computations end soon, by any exception; called when their results are no longer
-            needed. None: with ``number`` 1 none is left running.
+        stop: ends running computations when their results are no longer needed; not needed if ``number``
+            is 1.
     """
     if number == 1:
         yield from map(function, items)
@@ -106,14 +106,11 @@ def in_threads(
         torch.set_num_threads(before)
 
 
-# Where a model is to run, by its name at a command.
-
-
 def device_of(name: str, int8: bool = False) -> torch.device:
-    """What ``--device`` names.
+    """The device named by ``--device``.
 
     Raises:
-        UsageError: this machine has no such device, or ``int8`` is set and it has no int8 products.
+        UsageError: this machine lacks the device, or ``int8`` is set and the device does not support it.
     """
     try:
         device = torch.device(name)
@@ -126,9 +123,6 @@ def device_of(name: str, int8: bool = False) -> torch.device:
     return device
 
 
-# What a translation is made of.
-
-
 @dataclass(frozen=True)
 class Hypothesis:
     """One translation of a text.
@@ -138,9 +132,9 @@ class Hypothesis:
         score: ``sum(scores) / len(scores) ** lenpen``, as fairseq-generate prints it.
         tokens: subwords, with the end of sentence.
         scores: log-probability of each token, to base 2.
-        requested: requested capacity of each token that the decoder reads, mean over its MoE layers; None for
-            the end of sentence, which is never fed back.
-            None for a dense decoder, or if it is not requested.
+        requested: requested capacity of each token as the decoder's input, mean over its MoE layers; None for
+            the end of sentence, which is never fed back. None instead of a list for a dense decoder, or if
+            it was not requested.
     """
 
     text: str
@@ -155,9 +149,9 @@ class Translation:
     """A text and its translations, best first.
 
     Args:
-        tokens: the encoder's input, tokens of languages and end of sentence included.
-        requested: as of `Hypothesis`, of the encoder.
-        parts: into how many the text was divided, since it was too long.
+        tokens: the encoder's input, including tokens of languages and the end of sentence.
+        requested: requested capacity of these tokens, see `Hypothesis`.
+        parts: number of parts, more than one if the text was too long.
     """
 
     source: str
@@ -170,16 +164,15 @@ class Translation:
 def joined(source: str, parts: list[Translation], options: "Options") -> Translation:
     """The translation of a text from those of its parts: hypotheses of equal rank are concatenated.
 
-    A text without parts has ``nbest`` hypotheses without words.
+    A text without parts has ``nbest`` empty hypotheses.
     """
     if len(parts) == 1:
         return replace(parts[0], source=source)
     number = min((len(part.hypotheses) for part in parts), default=options.nbest)
-    of_rank = ([part.hypotheses[n] for part in parts] for n in range(number))
-    hypotheses = [_concatenated(each, options.lenpen) for each in of_rank]
+    by_rank = ([part.hypotheses[n] for part in parts] for n in range(number))
     return Translation(
         source,
-        hypotheses,
+        [_concatenated(hypotheses, options.lenpen) for hypotheses in by_rank],
         [token for part in parts for token in part.tokens],
         _flat([part.requested for part in parts]),
         len(parts),
@@ -203,31 +196,31 @@ def _flat(parts: list[list | None]) -> list | None:
 
 # The requested capacity of translated tokens, from one more pass over them.
 #
-# Shapes: B sentences, S source positions, T target positions, N blocks.
+# Shapes: B sentences, S source positions, T target positions.
 
 
 @torch.inference_mode()
 def requested_capacity(
-    model: nn.Module, source_BS: Tensor, given: list[Tensor], padding: int
+    model: nn.Module, source_BS: Tensor, decoder_input: list[Tensor], padding: int
 ) -> tuple[Tensor | None, Tensor | None]:
     """Gates that each token passed, means over the MoE layers of a side, ``(B, S)`` and ``(B, T)``.
 
     Args:
-        given: the decoder's input of each sentence, its first token included.
+        decoder_input: of each sentence, including its first token.
 
     Returns:
         None for a side without MoE layers.
     """
-    given_BT = pad_sequence(given, batch_first=True, padding_value=padding)
+    input_BT = pad_sequence(decoder_input, batch_first=True, padding_value=padding)
     encoder_out = model.encoder(source_BS)
-    _, extra = model.decoder.extract_features(given_BT, encoder_out)
+    _, extra = model.decoder.extract_features(input_BT, encoder_out)
     sides = {"encoder": [], "decoder": []}
     for name, stats in zip(extra["moe_layers"], extra["moe_stats"], strict=True):
         sides[name.split(".")[0]].append(stats.requested_capacity)
-    of_encoder, of_decoder = (
-        torch.stack(found).float().mean(0) if found else None for found in sides.values()
+    encoder_BS, decoder_BT = (
+        torch.stack(layers).float().mean(0) if layers else None for layers in sides.values()
     )
-    return of_encoder, of_decoder
+    return encoder_BS, decoder_BT
 
 
 # From the results of a search to translations: text, scores, requested capacity.
@@ -236,7 +229,7 @@ def requested_capacity(
 
 
 class Readout:
-    """For the direction of ``task``, see `Translator.task_for`."""
+    """Converts results in the direction of ``task``, see `Translator.task_for`."""
 
     def __init__(self, translator: GeneratorHubInterface, models: Sequence[nn.Module], task):
         self.translator, self.models = translator, models
@@ -244,9 +237,9 @@ class Readout:
         self.first = self.target.eos()  # the decoder's first token
         self.forced: list[int] = []  # first tokens of every translation
         self.hidden = {self.first}
-        if hasattr(task, "data_manager"):  # of several directions
+        if hasattr(task, "data_manager"):  # a multilingual task
             spec = task.args.langtoks["main"][1]
-            if spec:  # a translation begins with the token of its language
+            if spec:  # translations begin with the token of their language
                 language = task.data_manager.get_decoder_langtok(task.args.target_lang, spec)
                 self.hidden.add(language)
                 if task.args.lang_tok_replacing_bos_eos:
@@ -255,9 +248,9 @@ class Readout:
                     self.forced = [language]
 
     def prefixes(self, text: str, begins_B: list[bool]) -> Tensor | None:
-        """``(B, P)``: what each translation begins with, ``text`` where it is the first of a text's parts.
+        """``(B, P)``: first tokens of each translation; ``text`` only if it begins that of a whole text.
 
-        None: those of the task.
+        None if the task determines them.
         """
         if not text or not any(begins_B):
             return None
@@ -266,55 +259,59 @@ class Readout:
         return torch.tensor([self.forced + (ids if begins else free) for begins in begins_B])
 
     def translations(
-        self, texts: list[str], source_BS: Tensor, found: list[list[dict]], requested: bool
+        self, texts: list[str], source_BS: Tensor, results: list[list[dict]], requested: bool
     ) -> list[Translation]:
-        """Of a batch; ``found`` as fairseq's generators return it."""
+        """The translations of a batch; ``results`` are those of one of fairseq's generators."""
         real_BS = source_BS != self.source.pad()
-        of_source: list = [None] * len(texts)
-        of_target: list = [[None] * len(hypotheses) for hypotheses in found]
+        source_capacity: list = [None] * len(texts)
+        target_capacity: list = [[None] * len(hypotheses) for hypotheses in results]
         if requested:
-            of_source, of_target = self._requested(source_BS, real_BS, found)
+            self._requested(source_BS, real_BS, results, source_capacity, target_capacity)
         return [
             Translation(
                 text,
-                [self._hypothesis(*both) for both in zip(found[b], of_target[b], strict=True)],
+                list(map(self._hypothesis, results[b], target_capacity[b])),
                 [self.source[i] for i in source_BS[b][real_BS[b]].tolist()],
-                of_source[b],
+                source_capacity[b],
             )
             for b, text in enumerate(texts)
         ]
 
-    def _hypothesis(self, found: dict, requested: list[float | None] | None) -> Hypothesis:
-        ids = found["tokens"]
+    def _hypothesis(self, result: dict, requested: list[float | None] | None) -> Hypothesis:
+        ids = result["tokens"]
         text = self.target.string(ids, extra_symbols_to_ignore=self.hidden)
         return Hypothesis(
             text=self.translator.detokenize(self.translator.remove_bpe(text)),
-            score=float(found["score"]) / math.log(2),
+            score=float(result["score"]) / math.log(2),
             tokens=[self.target[i] for i in ids.tolist()],
-            scores=[score / math.log(2) for score in found["positional_scores"].tolist()],
+            scores=[score / math.log(2) for score in result["positional_scores"].tolist()],
             requested=requested,
         )
 
     def _requested(
-        self, source_BS: Tensor, real_BS: Tensor, found: list[list[dict]]
-    ) -> tuple[list, list]:
-        """Of each source's tokens, and of those of each of its hypotheses."""
-        of_source: list = [None] * len(found)
-        of_target: list = [[None] * len(hypotheses) for hypotheses in found]
+        self,
+        source_BS: Tensor,
+        real_BS: Tensor,
+        results: list[list[dict]],
+        source_capacity: list,
+        target_capacity: list[list],
+    ) -> None:
+        """Fill in the requested capacity of each source's tokens, and of those of its hypotheses."""
         (model,) = self.models
-        for n in range(max(map(len, found))):  # all first hypotheses at once, then all second ones
-            rows = [b for b, hypotheses in enumerate(found) if n < len(hypotheses)]
-            ids = [found[b][n]["tokens"] for b in rows]
-            given = [torch.cat([i.new_tensor([self.first]), i[:-1]]) for i in ids]
+        for n in range(
+            max(map(len, results))
+        ):  # all first hypotheses at once, then all second ones
+            rows = [b for b, hypotheses in enumerate(results) if n < len(hypotheses)]
+            ids = [results[b][n]["tokens"] for b in rows]
+            inputs = [torch.cat([i.new_tensor([self.first]), i[:-1]]) for i in ids]
             encoder_BS, decoder_BT = requested_capacity(
-                model, source_BS[rows], given, self.target.pad()
+                model, source_BS[rows], inputs, self.target.pad()
             )
             for i, b in enumerate(rows):
                 if encoder_BS is not None:
-                    of_source[b] = encoder_BS[i][real_BS[b]].tolist()
+                    source_capacity[b] = encoder_BS[i][real_BS[b]].tolist()
                 if decoder_BT is not None:
-                    of_target[b][n] = [*decoder_BT[i, 1 : len(given[i])].tolist(), None]
-        return of_source, of_target
+                    target_capacity[b][n] = [*decoder_BT[i, 1 : len(inputs[i])].tolist(), None]
 
 
 def encoded(translator: GeneratorHubInterface, text: str, dictionary) -> Tensor:
@@ -323,9 +320,7 @@ def encoded(translator: GeneratorHubInterface, text: str, dictionary) -> Tensor:
     return dictionary.encode_line(subwords, add_if_not_exist=False).long()
 
 
-# Many texts at a time, to hypotheses with tokens, scores and requested capacity.
-
-MAX_TOKENS = 16384  # of source, padding included, that are translated at a time
+MAX_TOKENS = 16384  # of source in a batch, padding included
 
 
 @dataclass(frozen=True)
@@ -333,9 +328,9 @@ class Options(SearchOptions):
     """How to translate.
 
     Args:
-        nbest: hypotheses of each text, of the ``beam`` that are found.
+        nbest: number of hypotheses of each text, at most ``beam``.
         prefix: text with which every translation begins.
-        requested: whether the requested capacity is wanted, which takes one more pass.
+        requested: whether to compute the requested capacity, which takes one more pass.
     """
 
     divide_above: int = option(200, "translate a line of more tokens sentence by sentence", 1)
@@ -353,18 +348,17 @@ class BatchTranslator:
     """A loaded model, and the search for it.
 
     Args:
-        translator: of `SMoETransformerModel.from_pretrained`; its models may be fairseq's own, which are
-            then searched by fairseq's generator. On a CPU ours are packed (`pack`).
+        translator: of `SMoETransformerModel.from_pretrained`; its models may be fairseq's own, which use
+            fairseq's generator. On a CPU our models are packed (`pack`).
         max_tokens: see `MAX_TOKENS`.
-        int8: whether the models are to compute in int8, on a CPU; see `quantize`.
-        shortlist: a file of ``smoe shortlist``; directions that are not in it use all tokens.
-        keep: leaves the translator's own models as they are, and packs copies of their large weights. Else
-            these models cannot be trained or saved any more.
+        int8: whether the models compute in int8, on a CPU; see `quantize`.
+        shortlist: a file of ``smoe shortlist``; directions that it lacks use all tokens.
+        keep: pack copies of the translator's models, which can otherwise no longer be trained or saved.
 
-    Calls may be made from several threads: they share nothing that they change.
+    It can be called from several threads.
 
     Raises:
-        UsageError: a model, or this CPU, cannot compute in int8; or the shortlist is not of its dictionary.
+        UsageError: a model, or this CPU, does not support int8; or the shortlist is of another dictionary.
     """
 
     def __init__(
@@ -378,8 +372,8 @@ class BatchTranslator:
         self.translator, self.max_tokens = translator, max_tokens
         self.models = list(translator.models)
         self.ours = all(getattr(model, "has_own_search", False) for model in self.models)
-        for flag, given in (("--int8", int8), ("--shortlist", shortlist is not None)):
-            if given and not self.ours:
+        for flag, is_set in (("--int8", int8), ("--shortlist", shortlist is not None)):
+            if is_set and not self.ours:
                 raise UsageError(f"{flag}: expected a smoe_transformer, not fairseq's own")
         on_cpu = translator.device.type == "cpu"
         if int8 or (self.ours and on_cpu and can_pack()):
@@ -397,17 +391,17 @@ class BatchTranslator:
         options: Options = Options(),
         done: Callable[[int], None] = lambda number: None,
     ) -> list[Translation]:
-        """Translations in the order of the texts; one without words has empty hypotheses.
+        """Translations in the order of the texts; those of texts without words are empty.
 
-        A text of more than ``divide_above`` tokens, or than the model takes, is divided at the ends of its
+        A text that has more tokens than ``divide_above`` or the model's limit is divided at ends of
         sentences, and the translations of the parts are joined with blanks.
 
         Args:
-            source, target: languages; may be left out where only one direction is possible.
+            source, target: languages; optional if only one direction is possible.
             done: called after each batch with the number of texts that begin in it.
 
         Raises:
-            UsageError: the direction is not known or not clear, or a text is none.
+            UsageError: the direction is unknown or ambiguous, or a text is not a string.
         """
         texts = list(texts)
         check_texts(texts)
@@ -415,35 +409,41 @@ class BatchTranslator:
         parts = [self._parts(text, options) for text in texts]
         flat = [(part, not n) for of_text in parts for n, part in enumerate(of_text)]
         done(sum(not of_text for of_text in parts))
-        found: dict[int, Translation] = {}
+        by_index: dict[int, Translation] = {}
         for batch, translations in self._translate(task, flat, options):
-            found.update(zip(batch, translations, strict=True))
-            done(sum(begins for _, begins in (flat[index] for index in batch)))
-        remaining = iter(found[index] for index in range(len(flat)))
+            by_index.update(zip(batch, translations, strict=True))
+            done(sum(flat[index][1] for index in batch))
+        remaining = iter(by_index[index] for index in range(len(flat)))
         return [
             joined(text, [next(remaining) for _ in of_text], options)
             for text, of_text in zip(texts, parts, strict=True)
         ]
 
     def _parts(self, text: str, options: Options) -> list[str]:
-        """The parts that are translated separately; none of a text without subwords."""
+        """The parts that are translated separately; empty for a text without subwords."""
         if not self.translator.has_words(text):
             return []
-        # With the end of sentence, and perhaps the token of a language.
+        # Including the end of sentence; the model may add the token of a language.
         longest = min(options.divide_above + 1, self.translator.max_positions[0] - 1)
 
         def fits(part: str) -> bool:
-            # A token has at least one letter; the blank before and the end may be tokens, too. A letter
-            # beyond ASCII may become several before that.
-            few = part.isascii() and len(part) + 2 <= longest
-            return few or len(encoded(self.translator, part, self.translator.src_dict)) <= longest
+            # A token has at least one letter; the initial blank and the end of sentence may be tokens, too.
+            # Normalisation may expand letters beyond ASCII.
+            is_short = part.isascii() and len(part) + 2 <= longest
+            return (
+                is_short or len(encoded(self.translator, part, self.translator.src_dict)) <= longest
+            )
 
         return divide(text, fits)
 
     def _translate(
         self, task, parts: list[tuple[str, bool]], options: Options
     ) -> Iterator[tuple[list[int], list[Translation]]]:
-        """Batches: indices and translations, of texts and whether each begins its line."""
+        """Indices and translations of each batch.
+
+        Args:
+            parts: texts, and whether each is the first part.
+        """
         texts, begins = [text for text, _ in parts], [begins for _, begins in parts]
         ids = [encoded(self.translator, text, task.source_dictionary) for text in texts]
         if not ids:
@@ -460,11 +460,11 @@ class BatchTranslator:
                 lambda x: x.to(self.translator.device), (sample, prefix)
             )
             with torch.inference_mode():
-                found = task.inference_step(search, self.models, sample, prefix_tokens=prefix)
+                results = task.inference_step(search, self.models, sample, prefix_tokens=prefix)
             return order, readout.translations(
                 [texts[index] for index in order],
                 sample["net_input"]["src_tokens"],
-                [hypotheses[: options.nbest] for hypotheses in found],
+                [hypotheses[: options.nbest] for hypotheses in results],
                 requested=options.requested and self.ours and len(self.models) == 1,
             )
 
@@ -475,7 +475,7 @@ class BatchTranslator:
 
     @property
     def threads(self) -> int:
-        """Batches at a time."""
+        """The number of batches that are translated at a time."""
         on_cpu = self.translator.device.type == "cpu"
         return torch.get_num_threads() if on_cpu and self.ours else 1
 
