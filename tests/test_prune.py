@@ -293,9 +293,9 @@ def test_a_model_that_has_diverged_is_named(trained, small_corpus, tmp_path):
 @pytest.mark.parametrize(
     "member, why",
     [
-        ("hash", "--moe-gate hash, which looks an expert up"),
-        ("hash-topk", "--moe-gate hash-topk, which looks an expert up"),
-        ("gate-residual", "--moe-gate-residual, which adds up the logits of all experts"),
+        ("hash", "--moe-gate hash, which has an expert for"),
+        ("hash-topk", "--moe-gate hash-topk, which has an expert for"),
+        ("gate-residual", "--moe-gate-residual, which adds the logits of all experts"),
     ],
 )
 def test_gates_that_need_all_experts_are_refused(ranks, small_corpus, tmp_path, member, why):

@@ -20,19 +20,19 @@ FIFTHS = 5  # of a sentence
 
 @dataclass
 class CapacityCheck:
-    """The same batches without a limit and with training's, references as decoder input.
+    """The same batches without a limit and with training's limit, with references as decoder input.
 
-    Losses are in bits per target token. `inputs.load` takes all limits off.
+    Losses are in bits per target token. `inputs.load` removes all limits.
     """
 
     tokens: int = 0  # target tokens, </s> included
     nll_loss: float = 0.0
     limited_nll_loss: float = 0.0  # with experts limited as in training
-    # By MoE layer ``(2, FIFTHS)``, first choices by position and of these the dropped ones.
+    # For each MoE layer ``(2, FIFTHS)``: first choices by position, and how many of them were dropped.
     fifths: dict[str, np.ndarray] = field(default_factory=dict)
 
     def percent_dropped(self, side: str) -> np.ndarray:
-        """``(FIFTHS,)``, all MoE layers of one side taken together."""
+        """``(FIFTHS,)``, over all MoE layers of one side."""
         chosen, dropped = sum(t for n, t in self.fifths.items() if n.startswith(side))
         return 100 * dropped / chosen.clip(min=1)
 
@@ -49,46 +49,46 @@ class CapacityCheck:
 def check_capacity(
     model: nn.Module, task, directions: list[str], subset: inputs.Subset
 ) -> CapacityCheck | None:
-    """Runs a model over a subset twice; None where training drops nothing that evaluation does not."""
+    """Runs a model over a subset twice; None if training does not drop more than evaluation."""
     if all(each.factor in (0, each.eval_factor) for each in inputs.capacities_of(model)):
         return None
-    torch.manual_seed(inputs.SEED)  # for tokens that are drawn (`--moe-drop-order random`)
-    none = {name: np.zeros((2, FIFTHS), dtype=np.int64) for name in moe_blocks(model)}
-    found = CapacityCheck(fifths=none)
+    torch.manual_seed(inputs.SEED)  # for `--moe-drop-order random`
+    zeros = {name: np.zeros((2, FIFTHS), dtype=np.int64) for name in moe_blocks(model)}
+    check = CapacityCheck(fifths=zeros)
     for sample in samples(model, task, directions, subset):
-        found.tokens += sample["ntokens"]
-        found.nll_loss += nll(model, sample)[0]
+        check.tokens += sample["ntokens"]
+        check.nll_loss += nll(model, sample)[0]
         with training_capacity(model):
             limited, moe_stats = nll(model, sample)
-        found.limited_nll_loss += limited
+        check.limited_nll_loss += limited
         for name, stats in moe_stats.items():
-            found.fifths[name] += by_position(stats).cpu().numpy()
-    tokens = max(found.tokens, 1)
-    found.nll_loss /= tokens
-    found.limited_nll_loss /= tokens
-    return found
+            check.fifths[name] += by_position(stats).cpu().numpy()
+    tokens = max(check.tokens, 1)
+    check.nll_loss /= tokens
+    check.limited_nll_loss /= tokens
+    return check
 
 
 def samples(model: nn.Module, task, directions: list[str], subset: inputs.Subset) -> Iterator[dict]:
-    """Batches as in training: sentences of about one length from all directions.
+    """Batches as in training, on which dropping depends: similar lengths, sentences of all directions.
 
-    What is dropped depends on what else is in a batch. A sample has the same size as one of each direction.
+    A random sample has ``subset.sentences`` times the number of directions.
     """
     parts = [part for name in directions for part in inputs.datasets(task, name, subset.name)]
-    together = parts[0]
+    dataset = parts[0]
     if len(parts) > 1:
         shared = inputs.is_multilingual(task) and task.data_manager._shared_collater()
-        together = SampledMultiDataset(parts, shared_collater=shared, shuffle=False)
+        dataset = SampledMultiDataset(parts, shared_collater=shared, shuffle=False)
     number = subset.sentences and subset.sentences * len(directions)
-    order = np.random.default_rng(inputs.SEED).permutation(len(together))
+    order = np.random.default_rng(inputs.SEED).permutation(len(dataset))
     longest = inputs.longest(model, task)
-    batches, _ = inputs.batches(together, longest, number, subset.max_tokens, order)
+    batches, _ = inputs.batches(dataset, longest, number, subset.max_tokens, order)
     for batch in batches:
-        yield inputs.sample_of(model, task, together, batch)
+        yield inputs.sample_of(model, task, dataset, batch)
 
 
 def nll(model: nn.Module, sample: dict) -> tuple[float, dict[str, RoutingStats]]:
-    """Bits of all target tokens of a batch, and the statistics of the MoE layers that ran."""
+    """Negative log-likelihood of a batch in bits, and the statistics of its MoE layers."""
     logits, extra = model(**sample["net_input"])
     target = sample["target"].view(-1)
     padding = model.decoder.dictionary.pad()
@@ -100,12 +100,12 @@ def nll(model: nn.Module, sample: dict) -> tuple[float, dict[str, RoutingStats]]
 
 
 def by_position(stats: RoutingStats) -> torch.Tensor:
-    """``(2, FIFTHS)``: first choices by fifth of the sentence, and of these the dropped ones.
+    """``(2, FIFTHS)``: first choices by fifth of the sentence, and how many of them were dropped.
 
     The statistics are of a pass over ``(B, S, D)``. Token t of n (from 0) is in fifth ``5 t // n``; a
-    sentence of fewer than five tokens leaves some fifths out.
+    sentence of fewer than five tokens has no token in some fifths.
     """
-    chosen_BS = stats.requested_capacity  # a token has one first choice wherever it stops
+    chosen_BS = stats.requested_capacity  # a token has one first choice per stop
     real_BS = (chosen_BS > 0).long()
     length_B1 = real_BS.sum(1, keepdim=True).clamp(min=1)
     fifth_BS = FIFTHS * (real_BS.cumsum(1) - 1).clamp(min=0) // length_B1
@@ -117,7 +117,7 @@ def by_position(stats: RoutingStats) -> torch.Tensor:
 
 @contextmanager
 def training_capacity(model: nn.Module) -> Iterator[None]:
-    """Within it, evaluation limits the experts as training does; nothing else changes."""
+    """In this context, evaluation has training's capacity limits."""
     before = [(capacity, capacity.eval_factor) for capacity in inputs.capacities_of(model)]
     for capacity, _ in before:
         capacity.eval_factor = capacity.factor

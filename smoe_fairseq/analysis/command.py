@@ -19,15 +19,15 @@ from smoe_fairseq.files import refuse_existing, whole_folder
 from smoe_fairseq.flags import add_flag, positive
 from smoe_fairseq.modules import Strata
 
-EXAMPLE_TOKENS = 16  # a sentence of about this many makes the report's example
+EXAMPLE_TOKENS = 16  # approximate length of the report's example
 
 
 def analyze_subset(
     model: nn.Module, task, directions: list[str], subset: inputs.Subset, args: Namespace
 ) -> str:
-    """Writes numbers, pictures and report to ``args.output``; returns a line for the user."""
+    """Write numbers, pictures and report to ``args.output``; returns a line for the user."""
     series = _series(args)
-    found = results.Results(
+    totals = results.Results(
         run={},
         dictionaries={side: inputs.dictionary_of(task, side) for side in inputs.sides(task)},
         ranks=results.ranks(task, directions),
@@ -40,28 +40,28 @@ def analyze_subset(
             table = csv.writer(file, lineterminator="\n")
             for name in directions:
                 direction = collect(inputs.Samples(model, task, name, subset))
-                found.add(direction)
-                table.writerows(results.token_rows(found, direction))
+                totals.add(direction)
+                table.writerows(results.token_rows(totals, direction))
                 sentences[direction.name] = direction.sentences
                 too_long[direction.name] = direction.too_long
-        found.run.update(_description(args, model, found, sentences, too_long))
-        results.write(folder, found)
-        problem = None
+        totals.run.update(_description(args, model, totals, sentences, too_long))
+        results.write(folder, totals)
+        reason = None
         try:
             example = directions[-1], _example(model, task, directions[-1], args)
-            report.write(folder, found, args.path.resolve(), example, series, args.min_count)
-        except Exception as error:  # the numbers may have taken hours: they stay
-            problem = " ".join(str(error).split()) or type(error).__name__
-    if problem:
+            report.write(folder, totals, args.path.resolve(), example, series, args.min_count)
+        except Exception as error:  # keep the numbers, which may have taken hours
+            reason = " ".join(str(error).split()) or type(error).__name__
+    if reason:
         lost = "has all numbers, but the report could not be drawn"
-        raise UsageError(f"{args.output} {lost}: {problem}")
-    return f"{args.output / 'report.html'}: the report; numbers and pictures are beside it"
+        raise UsageError(f"{args.output} {lost}: {reason}")
+    return f"{args.output / 'report.html'}: the report; its folder has numbers and pictures"
 
 
 def analyze_sentence(
     model: nn.Module, task, directions: list[str], text: str, folder: Path | None, stream: TextIO
 ) -> str:
-    """One sentence in one direction, for a terminal and, with a folder, as a picture."""
+    """The output for one sentence in one direction, for a terminal; with ``folder`` also as a picture."""
     sides = sentence.run_sentence(model, task, directions[0], text, inputs.folders(task)[0])
     if folder is not None:
         with whole_folder(folder, called=f"--output {folder}") as partial:
@@ -83,47 +83,45 @@ def _series(args: Namespace) -> dict:
     return series
 
 
-def _description(args: Namespace, model: nn.Module, found: results.Results, sentences, too_long):
-    """What ``run.json`` says."""
+def _description(args: Namespace, model: nn.Module, totals: results.Results, sentences, too_long):
+    """The content of ``run.json``."""
     return {
         "smoe_fairseq": smoe_fairseq.__version__,
         "data": args.data,
         "checkpoint": str(args.path),
         "updates": model.num_updates,
         "subset": args.gen_subset,
-        "strata": {block.name: _words(block.strata) for block in found.blocks},
+        "strata": {block.name: _strata_text(block.strata) for block in totals.blocks},
         "device": next(model.parameters()).device.type,
         "sample": args.sentences,
         "sentences": sentences,
         "too_long": too_long,
         "min_count": args.min_count,
-        "nll_loss": found.capacity and round(found.capacity.nll_loss, 6),
-        "capacity_nll_loss": found.capacity and round(found.capacity.limited_nll_loss, 6),
+        "nll_loss": totals.capacity and round(totals.capacity.nll_loss, 6),
+        "capacity_nll_loss": totals.capacity and round(totals.capacity.limited_nll_loss, 6),
     }
 
 
-def _words(strata: Strata) -> str:
+def _strata_text(strata: Strata) -> str:
     return f"{strata} in a chain of {strata.chain}" if strata.chain > 1 else str(strata)
 
 
 def _example(model: nn.Module, task, direction: str, args: Namespace) -> list:
-    """A sentence pair that is neither short nor long; of a language model's text the beginning."""
+    """A sentence pair of medium length; for a language model the beginning of a sample."""
     dataset = next(inputs.datasets(task, direction, args.gen_subset))
-    far = [abs(dataset.num_tokens(i) - EXAMPLE_TOKENS) for i in range(min(len(dataset), 1000))]
-    sample = dataset.collater([dataset[far.index(min(far))]])["net_input"]
-    # A language model's sample may be long, and later tokens change nothing before them.
+    indices = range(min(len(dataset), 1000))
+    example = min(indices, key=lambda i: abs(dataset.num_tokens(i) - EXAMPLE_TOKENS))
+    sample = dataset.collater([dataset[example]])["net_input"]
+    # A language model's sample may be long, and earlier tokens do not depend on later ones.
     if inputs.is_language_model(task):
         sample["src_tokens"] = sample["src_tokens"][:, :EXAMPLE_TOKENS]
     return sentence.run_pair(model, task, inputs.on_device(model, sample))
 
 
-# ``smoe analyze``: where the capacity goes, as numbers, pictures and a report.
-
-TOO_FEW = 10
+MIN_COUNT = 10
 
 
 def add_analyze_arguments(parser: ArgumentParser) -> None:
-    """Data, checkpoint, what to run over and where to write."""
     inputs.add_input_arguments(parser, "directions")
     add, shown = partial(add_flag, parser), "requested capacity"
     parser.add_argument("--path", type=Path, required=True, metavar="CHECKPOINT")
@@ -131,19 +129,19 @@ def add_analyze_arguments(parser: ArgumentParser) -> None:
     instead = "instead of a subset; with --output also as a picture"
     add("--sentence", "TEXT", f"show the {shown} of this sentence's tokens, {instead}")
     lists = f"out of the lists of lowest and highest {shown}"
-    add("--min-count", "N", f"leave tokens with fewer occurrences {lists}", positive, TOO_FEW)
+    add("--min-count", "N", f"leave tokens with fewer occurrences {lists}", positive, MIN_COUNT)
     usual = "default: train.log next to the checkpoint, if it exists"
     add("--log", "FILE", f"fairseq's log of the training; {usual}", Path)
 
 
 def run_analyze(args: Namespace) -> None:
-    """Writes the results to ``--output``, or prints one sentence's."""
+    """Write the results to ``--output``, or print those of one sentence."""
     if args.sentence is None and args.output is None:
         raise UsageError("--output is missing: name a folder for the results")
     if args.output is not None:
         refuse_existing(args.output, f"--output {args.output}")
     with quietly():
-        model, task, directions, subset = inputs.given_inputs(args)
+        model, task, directions, subset = inputs.load_inputs(args)
         if args.sentence is None:
             text = analyze_subset(model, task, directions, subset, args)
         else:

@@ -30,7 +30,7 @@ ARCHITECTURES = [*OF_TRANSLATION, *OF_LANGUAGE]
 
 
 def add_model_arguments(parser: ArgumentParser) -> None:
-    """``--arch`` and the models' own flags, as fairseq-train has them; a language model takes some."""
+    """``--arch`` and the models' flags, as for fairseq-train; a language model uses some of them."""
     parser.add_argument(
         "--arch", choices=ARCHITECTURES, default="smoe_transformer_base", help="default: base"
     )
@@ -38,7 +38,7 @@ def add_model_arguments(parser: ArgumentParser) -> None:
 
 
 def parse_model(words: Sequence[str]) -> Namespace:
-    """The model's part of a command line of fairseq-train, as `parse_run` takes it."""
+    """The model's flags of a command line of fairseq-train; others are ignored."""
     parser = ArgumentParser(allow_abbrev=False, add_help=False)
     add_model_arguments(parser)
     with refusing_flags():
@@ -61,28 +61,28 @@ def _complete(args: Namespace) -> Namespace:
         for name in SMoETransformerLMConfig.of_translation():
             default = getattr(SMoETransformerConfig, name)
             if isinstance(default, bool) and given.get(name) is default:
-                del given[name]  # a switch that was not given
+                del given[name]  # the flag is not set
     args = Namespace(**given)
     ARCH_CONFIG_REGISTRY[args.arch](args)
     return args
 
 
-MOST_WORDS = 10_000_000
+MAX_VOCABULARY = 10_000_000
 
 
 def build_meta_model(args: Namespace, vocabulary: int, outputs: int | None = None) -> nn.Module:
     """The model of ``args`` with one dictionary of ``vocabulary`` entries, special ones included.
 
-    ``outputs`` are the entries that are predicted, where these are not all. Raises UsageError for options
-    that make no model.
+    ``outputs`` is the number of predicted entries, if not all are. Raises UsageError for options that do not
+    define a model.
     """
 
     class Task:
         source_dictionary = target_dictionary = Dictionary()
 
     specials = len(Task.source_dictionary)
-    if not specials < vocabulary <= MOST_WORDS:
-        bounds = f"more than the {specials} special tokens, and at most {MOST_WORDS:,}"
+    if not specials < vocabulary <= MAX_VOCABULARY:
+        bounds = f"more than the {specials} special tokens, and at most {MAX_VOCABULARY:,}"
         raise UsageError(f"--vocab-size {vocabulary}: expected {bounds}")
     for i in range(vocabulary - specials):
         Task.source_dictionary.add_symbol(str(i))
@@ -92,13 +92,13 @@ def build_meta_model(args: Namespace, vocabulary: int, outputs: int | None = Non
         return ARCH_MODEL_REGISTRY[args.arch].build_model(_complete(args), Task)
 
 
-# The flags of ``fairseq-train`` that decide what a run takes, as `smoe cost` has them too.
+# The flags of ``fairseq-train`` that determine the cost of a run; `smoe cost` has them, too.
 
 TOKENS = 4096
 
 
 def add_run_arguments(parser) -> None:
-    """Those beside the model's, with fairseq's defaults, or the recipes' where fairseq has none."""
+    """Flags other than the model's, with defaults of fairseq or, if it has none, of the recipes."""
 
     def choice(flag: str, text: str, default: str, choices):
         text = f"{text}; default: {default}"
@@ -119,9 +119,9 @@ def add_run_arguments(parser) -> None:
 
 
 def parse_run(words: Sequence[str]) -> Namespace:
-    """These flags and the model's of a command line of ``fairseq-train``; others are passed over.
+    """These flags and the model's of a command line of ``fairseq-train``; others are ignored.
 
-    Raises UsageError for a value that one of them does not take.
+    Raises UsageError for an invalid value.
     """
     parser = ArgumentParser(allow_abbrev=False, add_help=False)
     add_model_arguments(parser)
@@ -131,9 +131,7 @@ def parse_run(words: Sequence[str]) -> Namespace:
         return parser.parse_known_args(list(words))[0]
 
 
-# Parameters, forward FLOPs per token and requested capacity of a model, read off its modules.
-
-CONTEXT = 512  # positions, as the released scripts of the paper limit sentences
+CONTEXT = 512  # positions, the limit of sentences in the paper's scripts
 
 READING = """\
 FLOPs per token: one forward pass, for one source token through the encoder and one target token
@@ -154,8 +152,8 @@ absolute numbers are 4 to 5 M higher, which we cannot explain (docs/cost.md)."""
 class Cost:
     """Counts of one model; FLOPs are per token, see `READING`."""
 
-    parameters: int  # shared ones once
-    active_parameters: float  # without the experts that a token does not use, on average
+    parameters: int  # shared ones are counted once
+    active_parameters: float  # without experts that a token does not use, on average
     requested_capacity: float | None  # mean over the MoE layers, in strata; None: a dense model
     flops: dict[str, float]  # by part
 
@@ -175,15 +173,13 @@ def count(
     Args:
         model: one of ours.
         context: positions that attention sees.
-        requested_capacity: strata that a token stops at, per MoE layer as `moe_blocks` names them;
-            by default what uniform routing gives.
-        experts_per_token: as the log of training has it, for gates that learn how many experts a token
-            has; by default what uniform routing gives. Others are counted without their dropped copies.
+        requested_capacity: by the layers' names in `moe_blocks`; by default that of uniform routing.
+        experts_per_token: from the log of training, for gates that learn the number of experts; by default
+            that of uniform routing.
     """
     blocks = moe_blocks(model)
     if requested_capacity is None:
-        uniform = {n: block.strata.expected_requested_capacity() for n, block in blocks.items()}
-        requested_capacity = uniform
+        requested_capacity = {n: b.strata.expected_requested_capacity() for n, b in blocks.items()}
     linear = {"attention": 0, "ffn": 0, "output": 0}
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear) and (part := _part(name)):
@@ -199,7 +195,7 @@ def count(
         experts = block.experts
         expert_weights += used * (experts.w1[0].numel() + experts.w2[0].numel())
         size = sum(p.numel() for p in experts.parameters()) / num_experts
-        if block.strata.chain > 1:  # where a pass may choose what another has chosen
+        if block.strata.chain > 1:  # passes may choose the same experts
             untouched = (1 - copies / num_experts) ** block.strata.chain
             used = num_experts * (1 - untouched)
         idle += max(num_experts - used, 0) * size
@@ -219,10 +215,8 @@ def count(
 
 
 def copies_per_stop(block: StratifiedMoE, measured: float | None = None) -> float:
-    """Experts that compute a token at a stratum where it stops.
-
-    What was ``measured`` where a gate learns their number, else the average under uniform routing.
-    """
+    """Experts that compute a token per stop: ``measured`` if a gate learns the number, else the average under
+    uniform routing."""
     if measured is not None and any(gate.learns_num_experts for gate in block.gates):
         return measured
     visits = block.strata.expected_visits()
@@ -231,7 +225,7 @@ def copies_per_stop(block: StratifiedMoE, measured: float | None = None) -> floa
 
 
 def expected_choices(gate: nn.Module) -> float:
-    """Experts per token when all are equally likely, and once the losses of ReLU and threshold gates hold."""
+    """Experts per token under uniform routing, for ReLU and threshold gates when they meet their goal."""
     experts = gate.num_experts
     if isinstance(gate, TopKGate):
         return gate.top_k * experts / (experts + gate.free_experts)

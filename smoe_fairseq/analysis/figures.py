@@ -37,9 +37,9 @@ PLAIN = {"color": DARK}
 HATCHED = {"color": LIGHT, "hatch": HATCH, "edgecolor": "black"}
 DPI = 130
 NARROW = 3.9  # inches, of pictures for a phone
-SHADES = "Blues"  # light to dark, so it is read in grey as well
+SHADES = "Blues"  # light to dark, so it also works in greyscale
 
-# Fonts for scripts that matplotlib's own lacks, if they are installed; in order of preference.
+# Fonts for scripts that matplotlib's own font lacks, in order of preference.
 _OTHER_SCRIPTS = ("Noto Sans CJK", "Noto Sans Thai", "Noto Sans Devanagari", "Noto Sans Arabic")
 _OTHER_SCRIPTS += ("WenQuanYi", "Droid Sans Fallback", "Garuda", "Lohit Devanagari", "FreeSans")
 _OTHER_SCRIPTS += ("GNU Unifont", "Unifont")
@@ -49,7 +49,7 @@ _MISSING = re.compile(r"Glyph (\d+) .*missing from font")  # a warning of matplo
 
 
 def fonts(installed: Iterable[str] | None = None) -> list[str]:
-    """Names of the fonts to draw with: a character is drawn by the first that has it."""
+    """Names of the fonts; the first one that has a character draws it."""
     names = sorted(installed or {font.name for font in fontManager.ttflist})
     others = [name for start in _OTHER_SCRIPTS for name in names if name.startswith(start)]
     return ["DejaVu Sans", *dict.fromkeys(others)]
@@ -64,13 +64,13 @@ STYLE = {
     "legend.frameon": False,
     "figure.constrained_layout.use": True,
     "hatch.linewidth": 0.6,
-    "svg.hashsalt": "smoe",  # the same picture, the same file
+    "svg.hashsalt": "smoe",  # makes files reproducible
     "svg.fonttype": "none",
-    "text.parse_math": False,  # a token such as $$ is a token
+    "text.parse_math": False,  # for tokens such as $$
 }
 
 
-styled = plt.rc_context(STYLE)  # decorates functions that draw, so that all pictures look the same
+styled = plt.rc_context(STYLE)  # decorates functions that draw
 
 
 def new(rows: int = 1, columns: int = 1, width: float = 7.0, height: float = 3.0, **options):
@@ -79,10 +79,10 @@ def new(rows: int = 1, columns: int = 1, width: float = 7.0, height: float = 3.0
 
 
 def panels(number: int, stacked: bool, columns: int = 0, width=7.0, height=3.0, **options):
-    """Figure and its axes: ``columns`` in a row, by default all; one below the other if ``stacked``.
+    """Figure and its axes: ``columns`` in a row, by default all; one per row if ``stacked``.
 
-    ``width`` is of the whole figure and ``height`` of a row, in inches; that of a stacked figure is
-    for a phone.
+    ``width`` is of the whole figure and ``height`` of a row, in inches; a stacked figure has the width of a
+    phone.
     """
     columns = 1 if stacked else columns or number
     rows = -(-number // columns)
@@ -94,7 +94,7 @@ def panels(number: int, stacked: bool, columns: int = 0, width=7.0, height=3.0, 
 
 @styled
 def png(figure: Figure) -> bytes:
-    """The picture as a file's content; closes the figure."""
+    """The picture as PNG; closes the figure."""
     content = io.BytesIO()
     figure.savefig(content, format="png", dpi=DPI)
     plt.close(figure)
@@ -106,7 +106,7 @@ def save(figure: Figure, stem: Path) -> set[str]:
     """Write ``stem.png`` and ``stem.svg`` atomically, and close the figure.
 
     Returns:
-        Characters that no font here has.
+        Characters that no installed font has.
     """
     try:
         with warnings.catch_warnings(record=True) as caught:
@@ -115,14 +115,14 @@ def save(figure: Figure, stem: Path) -> set[str]:
                 file = stem.with_name(f"{stem.name}.{kind}")
                 with whole_file(file, called=file.name) as partial:
                     figure.savefig(partial, format=kind, **options)
-        missing = (_MISSING.match(str(each.message)) for each in caught)
-        return {chr(int(found[1])) for found in missing if found}
+        matches = (_MISSING.match(str(warning.message)) for warning in caught)
+        return {chr(int(match[1])) for match in matches if match}
     finally:
         plt.close(figure)
 
 
 def warn_of_missing(characters: set[str]) -> None:
-    """Say which characters are drawn as boxes."""
+    """Warn of characters that are drawn as boxes."""
     if characters:
         lacking = f"{len(characters)} characters, such as {''.join(sorted(characters)[:10])}"
         font = "a font that has them (such as fonts-noto-cjk and fonts-noto-core on Debian)"
@@ -131,7 +131,7 @@ def warn_of_missing(characters: set[str]) -> None:
 
 
 def heat_map(ax, values: np.ndarray, least: float, most: float, form: str, size: int):
-    """Values as shades, with the numbers in the format ``form``, unless that is empty; returns the image."""
+    """Values as shades, with numbers in the format ``form`` unless it is empty; returns the image."""
     image = ax.imshow(values, cmap=SHADES, vmin=least, vmax=most, aspect="auto")
     for (row, column), value in np.ndenumerate(values) if form else ():
         colour = "white" if value - least > 0.55 * (most - least) else "black"
@@ -177,7 +177,7 @@ def draw_by_depth(results: Results, stacked: bool = False) -> Figure:
 
 @styled
 def draw_by_direction(results: Results, stacked: bool = False) -> Figure:
-    """Bars from the direction with most training data down, into and out of the common language."""
+    """Bars for directions into and out of the common language, those with most training data first."""
     names = results.by_resource()
     pivot = results.pivot()
     sides = results.sides()
@@ -205,21 +205,21 @@ def draw_by_direction(results: Results, stacked: bool = False) -> Figure:
 
 # The route of the tokens through the strata of a block, as an alluvial diagram.
 
-WIDTH = 0.09  # of a stratum's bar, in distances between strata
-GAP = 0.03  # between a stratum's bar and the tokens that pass it by
-# Of tokens that pass no stratum by, one, two, ...
+WIDTH = 0.09  # of a stratum's bar, relative to the distance between strata
+GAP = 0.03  # between a stratum's bar and the tokens that skip it
+# Of tokens that skip no stratum, one, two, ...
 FLOW_SHADES = ("#1d3f72", "#4f7db5", "#9dbcdc", "#cfdeec", "#e6eef6")
 
 
 def shares(counts: Counts) -> dict[tuple[int, int], float]:
-    """Share of the block's tokens that go from stratum i to stratum k; k = L is out of the block."""
+    """Share of the block's tokens that go from stratum i to stratum k; k = L means out of the block."""
     flow = counts.flow()
     return {(i, j + 1): flow[i, j] / counts.tokens for i, j in np.argwhere(flow).tolist()}
 
 
 @styled
 def draw_flow(results: Results, stacked: bool = False) -> Figure:
-    """One panel per block, over all directions' text; bars are strata, their height the tokens in them."""
+    """One panel per block, over all directions; a bar is a stratum, its height the share of tokens."""
     number = len(results.blocks)
     figure, axes = panels(number, stacked, columns=min(2, number), width=7.6, height=2.9)
     for ax, block in zip(axes, results.blocks):
@@ -230,7 +230,7 @@ def draw_flow(results: Results, stacked: bool = False) -> Figure:
 
 
 def flow_panel(ax, counts: Counts) -> None:
-    """All moves of one block's tokens, each a ribbon from its bar past others to its bar."""
+    """The moves of one block's tokens as ribbons between bars."""
     moves = shares(counts)
     out = len(counts.block.strata)
     tops = ribbon_tops(moves, out)
@@ -240,18 +240,18 @@ def flow_panel(ax, counts: Counts) -> None:
         ax.fill_between(x, top - share, top, color=colour, lw=0.4, edgecolor="white")
     for column in range(out + 1):
         end = 0 if column < out else 1
-        stands = sum(share for move, share in moves.items() if move[end] == column)
-        ax.fill_between([column - WIDTH, column + WIDTH], 1 - stands, 1, color="black", lw=0)
+        total = sum(share for move, share in moves.items() if move[end] == column)
+        ax.fill_between([column - WIDTH, column + WIDTH], 1 - total, 1, color="black", lw=0)
         name = "out" if column == out else f"stratum {column}"
-        ax.text(column, 1.02, f"{name}\n{stands:.0%}", ha="center", va="bottom", fontsize=8)
+        ax.text(column, 1.02, f"{name}\n{total:.0%}", ha="center", va="bottom", fontsize=8)
     ax.set_xlim(-0.45, out + 0.45)
     ax.set_ylim(-0.02 - GAP, 1.14)
 
 
 def ribbon_tops(moves: dict[tuple[int, int], float], out: int) -> dict[tuple, list[float]]:
-    """Where each move's ribbon has its upper edge, from the bar it leaves to the one it enters.
+    """The upper edges of each move's ribbon in the columns from its first bar to its last.
 
-    In a column the bar is on top, then come the tokens that pass it, those with the shortest way first.
+    In a column the bar is on top; below it are the tokens that skip it, those with the nearest end first.
     """
     tops = {move: [] for move in moves}
     for column in range(out + 1):
@@ -271,34 +271,34 @@ def ribbon_tops(moves: dict[tuple[int, int], float], out: int) -> dict[tuple, li
 
 
 def ribbon(start: int, end: int, tops: list[float]) -> tuple[np.ndarray, np.ndarray]:
-    """Points of a ribbon's upper edge: level at the bars that it passes, smooth between them."""
+    """Points of a ribbon's upper edge: level at the bars, smooth between them."""
     t = np.linspace(0, 1, 40)
     x = [column + WIDTH + t * (1 - 2 * WIDTH) for column in range(start, end)]
     y = [a + (b - a) * (3 * t**2 - 2 * t**3) for a, b in itertools.pairwise(tops)]
     return np.concatenate(x), np.concatenate(y)
 
 
-# How frequent the tokens of lowest and highest requested capacity are (the paper's figure 4).
+# Frequency of the tokens of lowest and highest requested capacity (the paper's figure 4).
 
 TOKENS = 25
 
 
 def groups(results: Results, block: Block, min_count: int) -> dict[str, np.ndarray]:
-    """Training-frequency ranks of a block's tokens; each token counts once, however many directions.
+    """Training-frequency ranks of a block's tokens, each of which counts once for all directions.
 
-    "lowest" and "highest" are of the ``TOKENS`` tokens of each direction with lowest and highest
-    requested capacity, "all" of every token that could have been among them.
+    "lowest" and "highest" are the ``TOKENS`` tokens of each direction with lowest and highest requested
+    capacity, "all" are all tokens with at least ``min_count`` occurrences.
     """
-    found = {"lowest": set(), "highest": set(), "all": set()}
+    selected = {"lowest": set(), "highest": set(), "all": set()}
     for direction in results.directions:
         summary = results.types[direction, block.name]
         types, occurrences, stops = summary[:, summary[1] >= min_count]
         mean = stops / occurrences
         for name, key in (("lowest", mean), ("highest", -mean), ("all", mean)):
-            order = np.lexsort((types, -occurrences, key))  # among equals, the more frequent first
-            found[name].update(types[order[: None if name == "all" else TOKENS]].tolist())
+            order = np.lexsort((types, -occurrences, key))  # among ties, the more frequent first
+            selected[name].update(types[order[: None if name == "all" else TOKENS]].tolist())
     ranks = results.ranks[block.side]
-    return {name: np.sort(ranks[sorted(types)]) for name, types in found.items()}
+    return {name: np.sort(ranks[sorted(types)]) for name, types in selected.items()}
 
 
 @styled
@@ -327,7 +327,7 @@ def draw_frequency(results: Results, min_count: int, stacked: bool = False) -> F
 
 
 def violin(ax, x: float, values: np.ndarray, colour: str, hatch: str | None) -> None:
-    """One violin; where all values are the same, just its median."""
+    """One violin; only the median if all values are equal."""
     if len(set(values)) > 1:
         parts = ax.violinplot([values], [x], widths=0.26, showextrema=False)
         for body in parts["bodies"]:
@@ -335,8 +335,8 @@ def violin(ax, x: float, values: np.ndarray, colour: str, hatch: str | None) -> 
     median = np.median(values)
     ax.plot(x, median, "o", color="white", markeredgecolor="black", markersize=5)
     look = {"bbox": {"facecolor": "white", "alpha": 0.8, "pad": 0.6, "lw": 0}, "va": "center"}
-    beside = {"xytext": (5, 0), "textcoords": "offset points"}
-    ax.annotate(f"{median:.0f}", (x, median), fontsize=8, **beside, **look)
+    offset = {"xytext": (5, 0), "textcoords": "offset points"}
+    ax.annotate(f"{median:.0f}", (x, median), fontsize=8, **offset, **look)
 
 
 # Expert load of each language as a heat map.
@@ -345,7 +345,7 @@ def violin(ax, x: float, values: np.ndarray, colour: str, hatch: str | None) -> 
 def loads(results: Results, block: Block) -> dict[str, np.ndarray]:
     """``(E,)`` load by language: source languages in the encoder, target languages in the decoder.
 
-    A language model has a single load, that of its text.
+    A language model has a single load.
     """
     end = 0 if block.side == "encoder" else -1
     languages = defaultdict(list)
@@ -356,7 +356,7 @@ def loads(results: Results, block: Block) -> dict[str, np.ndarray]:
 
 @styled
 def draw_load(results: Results, stacked: bool = False) -> Figure:
-    """One panel per block; 1 is an expert that gets as many first choices as the mean of all."""
+    """One panel per block; 1 is the mean number of first choices per expert."""
     tables = [loads(results, block) for block in results.blocks]
     experts = max(block.strata.num_experts for block in results.blocks)
     columns = 1 if experts > 10 else min(2, len(tables))
@@ -365,7 +365,7 @@ def draw_load(results: Results, stacked: bool = False) -> Figure:
     top = max(max(load.max() for load in table.values()) for table in tables)
     for ax, block, table in zip(axes, results.blocks, tables):
         values = np.stack(list(table.values()))
-        form = "" if stacked and experts > 16 else ".1f"  # numbers would lie over each other
+        form = "" if stacked and experts > 16 else ".1f"  # numbers would overlap
         image = heat_map(ax, values, 0, top, form, size=8)
         for first in {*block.strata.first_experts} - {0}:
             ax.axvline(first - 0.5, color="black", linewidth=1.5)
@@ -386,7 +386,7 @@ def draw_load(results: Results, stacked: bool = False) -> Figure:
 
 @styled
 def draw_positions(check: CapacityCheck, stacked: bool = False) -> Figure:
-    """A panel per side, a bar per fifth of the sentence; all MoE layers of a side taken together."""
+    """A panel per side, a bar per fifth of the sentence, over all MoE layers of the side."""
     sides = check.sides()
     figure, axes = panels(len(sides), stacked, height=2.8, sharey=True)
     for ax, side in zip(axes, sides):
@@ -402,9 +402,9 @@ def draw_positions(check: CapacityCheck, stacked: bool = False) -> Figure:
     return figure
 
 
-# The requested capacity of one sentence's tokens, drawn under the sentence.
+# The requested capacity of one sentence's tokens.
 
-PER_ROW, STACKED_ROW = 16, 8  # tokens; a longer sentence takes several rows
+PER_ROW, STACKED_ROW = 16, 8  # tokens; a longer sentence has several rows
 
 
 @styled
@@ -422,7 +422,7 @@ def draw_sentence(sides: list[SentenceSide], stacked: bool = False) -> Figure:
 
 
 def panel(ax, side: SentenceSide, start: int, per_row: int) -> None:
-    """Up to ``per_row`` tokens, from number ``start`` on."""
+    """Up to ``per_row`` tokens, from index ``start`` on."""
     tokens = side.tokens[start : start + per_row]
     values = np.array([row[start : start + per_row] for row in side.requested])
     most = max(len(block.strata) for block in side.blocks)
@@ -448,9 +448,9 @@ COLOURS = (MIDDLE, "#3f6ea8", LIGHT, "#a2641b", "black", "#9dbcdc")
 
 @styled
 def draw_training(series: Series, stacked: bool = False) -> Figure:
-    """Requested capacity, beside it the load; each block by itself where the log has it (JSON).
+    """Requested capacity and load, of each block if the log has blocks (JSON).
 
-    For a log without blocks, dropped copies take the place of the load, if there were any.
+    For a log without blocks, the second panel shows dropped copies, if there are any.
     """
     blocks = {name.split("/")[0] for name in series if "/" in name}
     blocks = sorted(blocks, key=lambda b: (b.startswith("decoder"), int(b.split(".")[-1])))

@@ -1,4 +1,4 @@
-"""Checkpoints, their directions and the text to run them on."""
+"""Inputs of an analysis: a checkpoint, its directions and the text to run it on."""
 
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterable, Iterator
@@ -25,26 +25,26 @@ from smoe_fairseq.modules.routing import Capacity
 
 TOKENS_PER_BATCH = 4096
 SEED = 1
-TEXT = "text"  # takes the place of a direction for language models
+TEXT = "text"  # the only direction of a language model
 
 
 def load(checkpoint: Path, data: str | Path) -> tuple[nn.Module, object]:
     """Model, in evaluation mode, and task of a checkpoint, for the binarised text in ``data``.
 
-    ``data`` is a folder or several, joined by ":" as fairseq does. No expert's capacity is limited,
-    so that what a token asks for does not depend on its batch.
+    ``data`` is a folder, or several joined by ":". Experts have no capacity limit, so that the requested
+    capacity of a token does not depend on its batch.
 
     Raises:
         UsageError: the data is missing, or the checkpoint cannot be used.
     """
-    open_checkpoint(checkpoint)  # fairseq has a sentence for some of its faults only
+    open_checkpoint(checkpoint)  # fairseq reports only some of its faults in one sentence
     for path in map(Path, split_paths(str(data))):
         if not path.exists():
             raise UsageError(f"{path} is missing")
     models, _, task = checkpoint_utils.load_model_ensemble_and_task(
         [str(checkpoint)], arg_overrides={"data": str(data)}
     )
-    # Not where experts choose, whose number of tokens is no limit.
+    # Gates whose experts choose have none: their number of tokens is not a limit.
     for capacity in capacities_of(models[0]):
         capacity.eval_factor = 0.0
     if isinstance(models[0], FairseqMultiModel):
@@ -55,15 +55,15 @@ def load(checkpoint: Path, data: str | Path) -> tuple[nn.Module, object]:
 
 @dataclass(frozen=True)
 class Subset:
-    """What to run on in each direction."""
+    """The text of each direction."""
 
     name: str = "valid"  # train, valid or test
-    sentences: int | None = None  # how many to draw, the same ones every time; None: all
+    sentences: int | None = None  # size of a random sample, with a fixed seed; None: all
     max_tokens: int = TOKENS_PER_BATCH  # padding included
 
 
 def add_input_arguments(parser: ArgumentParser, lang_pairs: str) -> None:
-    """The data and what to run on, beside ``path``, the checkpoint; ``lang_pairs`` says what these are."""
+    """The flags of `load_inputs` except ``path``; ``lang_pairs`` is the help of ``--lang-pairs``."""
     add = partial(add_flag, parser)
     parser.add_argument("data", metavar="DATA", help="binarised data, as for fairseq-train")
     add(
@@ -77,7 +77,7 @@ def add_input_arguments(parser: ArgumentParser, lang_pairs: str) -> None:
     parser.add_argument("--cpu", action="store_true", help="use the CPU even if there is a GPU")
 
 
-def given_inputs(args: Namespace) -> tuple[nn.Module, object, list[str], Subset]:
+def load_inputs(args: Namespace) -> tuple[nn.Module, object, list[str], Subset]:
     """Model, task, directions and subset of a command; a dense checkpoint is a `UsageError`."""
     model, task = load(args.path, args.data)
     if not moe_blocks(model):
@@ -94,14 +94,14 @@ def is_multilingual(task) -> bool:
 
 
 def is_language_model(task) -> bool:
-    """Whether a task has text alone, no source and no languages."""
+    """Whether a task is language modelling, without source and languages."""
     return isinstance(task, LanguageModelingTask)
 
 
 def dictionary_of(task, side: str) -> Dictionary:
-    """The dictionary of the tokens that a side is given."""
-    of_source = side == "encoder" or is_language_model(task)
-    return task.source_dictionary if of_source else task.target_dictionary
+    """The dictionary of a side's input."""
+    uses_source = side == "encoder" or is_language_model(task)
+    return task.source_dictionary if uses_source else task.target_dictionary
 
 
 def sides(task) -> list[str]:
@@ -110,21 +110,21 @@ def sides(task) -> list[str]:
 
 
 def longest(model: nn.Module, task) -> tuple[int, int] | int:
-    """Tokens that model and task take, of source and target or of a text."""
+    """The maximum numbers of tokens of source and target, or of a text, for model and task."""
     return resolve_max_positions(task.max_positions(), model.max_positions())
 
 
 def folders(task) -> list[Path]:
-    """Where a task's binarised text is; several when its training data is in parts."""
+    """The folders of a task's binarised text; several if training data is divided."""
     data = (task.cfg or task.args).data
     return [Path(folder) for folder in split_paths(data)]
 
 
-def directions(task, asked: str | None = None) -> list[str]:
-    """The directions asked for (``en-de,de-en``), by default all that the model was trained on."""
+def directions(task, pairs: str | None = None) -> list[str]:
+    """The directions of ``--lang-pairs`` (``en-de,de-en``), by default all that the model was trained on."""
     if is_language_model(task):
-        if asked is not None:
-            raise UsageError(f"--lang-pairs {asked}: a language model has none; leave it out")
+        if pairs is not None:
+            raise UsageError(f"--lang-pairs {pairs}: a language model has none; leave it out")
         return [TEXT]
     if not is_multilingual(task):
         known = [f"{task.cfg.source_lang}-{task.cfg.target_lang}"]
@@ -132,9 +132,9 @@ def directions(task, asked: str | None = None) -> list[str]:
     else:
         known = list(task.lang_pairs)
         allowed = [f"{s}-{t}" for s in task.source_langs for t in task.target_langs if s != t]
-    if asked is None:
+    if pairs is None:
         return known
-    names = list(dict.fromkeys(asked.split(",")))
+    names = list(dict.fromkeys(pairs.split(",")))
     for name in names:
         if name not in allowed:
             expected = f"expected some of {', '.join(known)}, which the model knows"
@@ -143,7 +143,7 @@ def directions(task, asked: str | None = None) -> list[str]:
 
 
 def special(dictionary, task) -> np.ndarray:
-    """``(V,)``: whether a type stands for no text: language tokens and ``<s> <pad> </s> <unk>``."""
+    """``(V,)``: whether a type is special, that is, a language's token or ``<s> <pad> </s> <unk>``."""
     is_special = np.zeros(len(dictionary), dtype=bool)
     is_special[: dictionary.nspecial] = True
     if is_multilingual(task):
@@ -154,9 +154,9 @@ def special(dictionary, task) -> np.ndarray:
 
 
 def datasets(task, direction: str, subset: str) -> Iterator[FairseqDataset]:
-    """The sentence pairs of one direction; several parts where training data is in several folders.
+    """The sentence pairs of one direction, a data set per folder of training data.
 
-    For a language model, the samples of its text, divided as in training.
+    For a language model, its text, divided into samples as in training.
     """
     parts = folders(task) if subset == "train" else folders(task)[:1]
     try:
@@ -175,7 +175,7 @@ def datasets(task, direction: str, subset: str) -> Iterator[FairseqDataset]:
             yield manager.load_a_dataset(data_path=str(folder), **of_source, **of_target, **main)
     except (FileNotFoundError, AttributeError) as error:
         if isinstance(error, AttributeError) and "'NoneType'" not in str(error):
-            raise  # fairseq goes on with None where a file is missing, and with nothing else
+            raise  # fairseq continues with None only if a file is missing
         wanted = f"{subset}.{direction}.* (nor the pair the other way round)"
         wanted = f"{subset}.bin" if is_language_model(task) else wanted
         missing = f"{parts[0]} has no binarised text {wanted}"
@@ -189,10 +189,10 @@ def batches(
     max_tokens: int,
     order: np.ndarray | None = None,
 ) -> tuple[list[np.ndarray], int]:
-    """Sentence numbers, batch by batch, and how many were left out as too long for the model.
+    """Batches of sentence indices, and the number of sentences that are too long for the model.
 
-    ``sentences`` draws a random sample, the same one every time. A batch holds sentences of about one
-    length, those of the same length in the order of the data or in ``order``.
+    ``sentences`` is the size of a random sample, with a fixed seed. Sentences are sorted by length; those of
+    equal length are in the order of the data or in ``order``.
     """
     index = np.arange(len(dataset)) if order is None else order
     if sentences is not None and sentences < len(index):
@@ -205,15 +205,15 @@ def batches(
 
 
 class Samples:
-    """Batches of one direction's sentences, as fairseq's samples on the model's device.
+    """Iterates over one direction's batches, as fairseq's samples on the model's device.
 
-    A bar shows the progress on standard error, where that is a terminal.
+    A bar shows the progress on standard error, if that is a terminal.
 
     Attributes:
-        seen, too_long: sentences so far, and those left out so far as too long for the model.
+        seen, too_long: numbers of sentences so far, and of skipped ones that are too long for the model.
 
     Raises:
-        UsageError: when iterated over: the subset is missing, or has no sentence that fits.
+        UsageError: in the iteration: the subset is missing, or has no sentence that fits.
     """
 
     def __init__(self, model: nn.Module, task, direction: str, subset: Subset):
@@ -225,9 +225,9 @@ class Samples:
         wanted = self.subset.sentences
         for dataset in datasets(self.task, self.direction, self.subset.name):
             left = wanted and wanted - self.seen - self.too_long
-            numbers, dropped = batches(dataset, limit, left, self.subset.max_tokens)
-            self.too_long += dropped
-            for batch in tqdm(numbers, self.direction, unit="batch", disable=None, leave=False):
+            indices, skipped = batches(dataset, limit, left, self.subset.max_tokens)
+            self.too_long += skipped
+            for batch in tqdm(indices, self.direction, unit="batch", disable=None, leave=False):
                 yield sample_of(self.model, self.task, dataset, batch)
                 self.seen += len(batch)
         if not self.seen:
@@ -236,17 +236,17 @@ class Samples:
 
 
 def sample_of(model: nn.Module, task, dataset: FairseqDataset, batch: Iterable[int]) -> dict:
-    """These sentences on the model's device; an error in their text names its folder."""
+    """These sentences as a sample on the model's device; errors name the data folder."""
     with naming_file(folders(task)[0], "the text"):
         return on_device(model, dataset.collater([dataset[i] for i in batch]))
 
 
 def on_device(model: nn.Module, sample: dict) -> dict:
-    """A sample, or its inputs, where the model is."""
+    """A sample, or its inputs, on the model's device."""
     device = next(model.parameters()).device
     return sample if device.type == "cpu" else move_to_cuda(sample, device)
 
 
 def capacities_of(model: nn.Module) -> list[Capacity]:
-    """Of all gates whose experts can be limited."""
+    """Those of all gates that can limit their experts."""
     return [module for module in model.modules() if isinstance(module, Capacity)]

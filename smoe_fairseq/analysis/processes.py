@@ -1,7 +1,7 @@
-"""Memory of each process of a run (models/memory.py), and the bytes that it sends.
+"""Memory of each rank of a run (models/memory.py), and the bytes that it sends.
 
-An all-reduce over n processes is counted as a ring: each sends 2 (n - 1) / n of the tensor. Sending
-each share to all others (``--zero-sharding os``) is half of that. docs/distributed.md has examples.
+An all-reduce over n ranks is counted as a ring: each sends 2 (n - 1) / n of the tensor. Broadcasting each
+rank's share (``--zero-sharding os``) takes half of that. docs/distributed.md has examples.
 """
 
 from dataclasses import asdict, dataclass
@@ -22,12 +22,12 @@ from smoe_fairseq.modules.parallel import Placement
 
 @dataclass(frozen=True)
 class ProcessCost:
-    """Bytes of one process: held, and sent per update."""
+    """Bytes of one rank: in memory, and sent per update."""
 
     held: Forecast
     gradients: float
     tokens: float  # forward and backward, under uniform routing
-    parameters: float  # where each has the optimizer's state of some (``--zero-sharding os``)
+    parameters: float  # with a sharded optimizer state (``--zero-sharding os``)
 
     @property
     def sent(self) -> float:
@@ -41,43 +41,43 @@ def process_costs(run: Run) -> dict[str, ProcessCost]:
     """Keys "replicated" and "sharded"; a dense model has only the first.
 
     Args:
-        run: whatever it says of ``--expert-parallel``.
+        run: its ``--expert-parallel`` is ignored.
 
     Raises:
-        ValueError: the experts cannot be spread over so many processes.
+        ValueError: the experts cannot be divided among so many ranks.
     """
-    sharded = {"replicated": False} | ({"sharded": True} if _strata(run) else {})
     return {
-        name: process_cost(run.with_flags(expert_parallel=how)) for name, how in sharded.items()
+        name: process_cost(run.with_flags(expert_parallel=name == "sharded"))
+        for name in (("replicated", "sharded") if _strata(run) else ("replicated",))
     }
 
 
 def _strata(run: Run) -> list[tuple[str, object]]:
-    """Each MoE layer's side and strata."""
+    """Side and strata of each MoE layer."""
     return [(side, each) for side in run.config.SIDES for each in run.config.strata_of(side)]
 
 
 def process_cost(run: Run) -> ProcessCost:
-    """As `process_costs`, of the run as its flags say."""
-    shared, of_layers = run.weights_by_layer()
-    experts = sum(of_layers)
-    reduced, travelling = (shared + experts) * _ring(run.processes), 0.0
+    """The cost of a run with its flags."""
+    shared, by_layer = run.weights_by_layer()
+    experts = sum(by_layer)
+    reduced, sent_per_token = (shared + experts) * _ring(run.processes), 0.0
     if run.flags.expert_parallel:
         reduced = shared * _ring(run.processes)
-        for (side, strata), of_layer in zip(_strata(run), of_layers, strict=True):
+        for (side, strata), layer_experts in zip(_strata(run), by_layer, strict=True):
             place = Placement(strata.num_experts, run.processes)
-            reduced += of_layer * _ring(place.num_replicas)
-            away = (place.group_size - 1) / place.group_size  # share of the copies that travel
+            reduced += layer_experts * _ring(place.num_replicas)
+            away = (place.group_size - 1) / place.group_size  # share of the copies that are sent
             pairs = zip(strata.expected_visits(), strata.visible, strict=True)
             copies = sum(visits * choices(run.config, visible) for visits, visible in pairs)
             width = getattr(run.config, f"{side}_embed_dim")
-            travelling += away * 4 * copies * width  # there and back, and their gradients the same
+            sent_per_token += away * 4 * copies * width  # copies and outputs, and their gradients
     parameters = 0.0
-    if run.flags.zero_sharding == "os":  # what the optimizer updates, mostly float32
-        spread = shared if run.flags.expert_parallel else shared + experts
-        number = run.bytes if run.memory_efficient else 4
-        parameters = spread * _ring(run.processes) / 2 * number
-    tokens = travelling * run.flags.max_tokens * run.flags.update_freq * run.bytes
+    if run.flags.zero_sharding == "os":  # updated parameters, mostly in float32
+        sharded = shared if run.flags.expert_parallel else shared + experts
+        size = run.bytes if run.memory_efficient else 4
+        parameters = sharded * _ring(run.processes) / 2 * size
+    tokens = sent_per_token * run.flags.max_tokens * run.flags.update_freq * run.bytes
     return ProcessCost(forecast(run), reduced * run.bytes, tokens, parameters)
 
 
@@ -86,7 +86,7 @@ def _ring(processes: int) -> float:
 
 
 def print_process_costs(costs: dict[str, ProcessCost], run: Run) -> None:
-    """A table; of what is sent, tokens and parameters have columns where there are any."""
+    """A table; parameters that are sent have a column only if there are any."""
     each = "one process" if run.processes == 1 else f"each of {run.processes} processes"
     batch = f"{run.flags.max_tokens} tokens per batch in sentences of {run.length}"
     print(f"\n{each}, {batch}, uniform routing")
@@ -104,20 +104,20 @@ def print_process_costs(costs: dict[str, ProcessCost], run: Run) -> None:
 
 
 def fits(run: Run, gibibytes: float) -> dict[str, int]:
-    """The most tokens of a forward pass on a GPU of so much memory: of training, with keys as
-    `process_costs` has them, and of translating; 0 if the model itself does not fit."""
+    """The maximum number of tokens of a forward pass on a GPU with this memory: of training, with the keys of
+    `process_costs`, and of translation; 0 if the model does not fit."""
     room = gpu_room(gibibytes * 2**30)
-    found = {
+    tokens = {
         name: tokens_that_fit(run.with_flags(expert_parallel=name == "sharded"), room)
         for name in process_costs(run)
         if run.processes > 1 or name == "replicated"
     }
-    weights, each = translation(run)
-    return found | {"translation": max(0, int((room - weights) / each))}
+    weights, per_token = translation(run)
+    return tokens | {"translation": max(0, int((room - weights) / per_token))}
 
 
 def aligned(header: list[str], rows: list[list[str]]) -> str:
-    """A name and numbers in each row, for a terminal; a header may have several lines."""
+    """A table with a name and numbers in each row, for a terminal; a header may have several lines."""
     alignment = ["left", *["right"] * (len(header) - 1)]
     return tabulate(rows, header, tablefmt="plain", colalign=alignment, disable_numparse=True)
 

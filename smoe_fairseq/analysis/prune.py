@@ -1,4 +1,4 @@
-"""``smoe prune``: a checkpoint without the experts that some directions use little.
+"""``smoe prune``: removes experts that some directions use little.
 
 Shapes: E experts of an MoE layer, T tokens.
 """
@@ -36,22 +36,21 @@ from smoe_fairseq.modules.routing import Routing
 from smoe_fairseq.modules.strata import Strata
 
 SOFTMAX = (
-    "note: these gates' decisions go by probabilities over all experts that they see, so that translations "
-    "differ, if little, even without experts that were never chosen"
+    "note: these gates use probabilities over all experts that they see, so translations may differ slightly "
+    "even if only experts that were never chosen were removed"
 )
 
-# Counting what the experts are used for, by teacher forcing.
+# Counting how the experts are used, by teacher forcing.
 
 
 @dataclass(frozen=True)
 class Use:
-    """What a direction uses the experts of one MoE layer for; all its gates together.
+    """How a direction uses the experts of one MoE layer, over all its gates.
 
     Args:
-        choices: ``(E,)``, how often each was chosen, as first or as further expert.
-        importance: ``(E,)``, rate of first choices x exp(mean confidence of these), where the rate is
-            per token of the layer, and confidence a gate's probability of its first choice
-            (Koishekenov et al. 2023).
+        choices: ``(E,)``, how often each was chosen, as first or as another choice.
+        importance: ``(E,)``, first choices per token of the layer x exp(their mean confidence), the gate's
+            probability of its first choice (Koishekenov et al. 2023).
     """
 
     choices: ndarray
@@ -59,12 +58,12 @@ class Use:
 
     @property
     def load(self) -> ndarray:
-        """``(E,)``: choices of each expert over their mean in the layer; 0: it was never chosen."""
+        """``(E,)``: choices of each expert, relative to their mean in the layer."""
         return self.choices / max(self.choices.mean(), 1e-12)
 
 
 class UseRecorder(BlockFollower):
-    """Sums over what the gates of one MoE layer decide while a model runs, each ``(E,)``."""
+    """Sums over the decisions of one MoE layer's gates, each ``(E,)``."""
 
     def __init__(self, block: StratifiedMoE, dictionary: Dictionary):
         super().__init__(block, dictionary)
@@ -83,7 +82,7 @@ class UseRecorder(BlockFollower):
         self.firsts[seen] += firsts_E
         confidence_N = routing.probs_TE[row_N, expert_N - first]
         self.confidence.index_add_(0, expert_N, confidence_N.double())
-        # A first choice decides where a token goes on, even if the token gets null experts alone.
+        # A first choice determines a token's next stratum, even if the token gets only null experts.
         self.choices[seen] += torch.maximum(routing.kept_E.double(), firsts_E)
 
     def use(self) -> Use:
@@ -93,27 +92,27 @@ class UseRecorder(BlockFollower):
 
 
 def use_of(samples: inputs.Samples) -> dict[str, Use]:
-    """What a direction uses the experts of each MoE layer (see `moe_blocks`) for."""
+    """How a direction uses the experts of each MoE layer (see `moe_blocks`)."""
     with Recorder(samples.model, samples.task, UseRecorder).recording() as recorder:
         for sample in samples:
             recorder.run(sample["net_input"])
-    return {layer: of_layer.use() for layer, of_layer in recorder.blocks.items()}
+    return {layer: block.use() for layer, block in recorder.blocks.items()}
 
 
-# Choosing the experts that stay.
+# Selecting the experts to keep.
 
 
-def fewest_experts(gate: nn.Module) -> int:
-    """How many experts a gate has to see: those that it chooses, without the free ones."""
+def min_experts(gate: nn.Module) -> int:
+    """The minimum number of experts that a gate sees: those that it chooses, without the free ones."""
     if isinstance(gate, TopKGate):
         return max(1, gate.top_k - gate.free_experts)
     return getattr(gate, "goal", 1)
 
 
 def weights_depend_on_all_scores(gate: nn.Module) -> bool:
-    """Whether experts that are not chosen change the weights of the others.
+    """Whether the chosen experts' weights depend on the scores of other experts.
 
-    Not where the weights of the chosen ones are divided by their sum.
+    They do not if they are divided by their sum.
     """
     if isinstance(gate, TopKGate):
         chosen_sum_to_1 = gate.normalization != "none" and gate.bias is None
@@ -122,65 +121,65 @@ def weights_depend_on_all_scores(gate: nn.Module) -> bool:
 
 
 def needs_every_expert(gate: nn.Module) -> str:
-    """Why pruning is impossible, as what a checkpoint has; "" if it is possible."""
+    """Why pruning is impossible; "" if it is possible."""
     if isinstance(gate, HashGate | HashTopKGate):
         kind = "hash" if isinstance(gate, HashGate) else "hash-topk"
-        return f"--moe-gate {kind}, which looks an expert up for every token of the dictionary"
+        return f"--moe-gate {kind}, which has an expert for every token of the dictionary"
     if getattr(gate, "residual_weight", None) is not None:
-        return "--moe-gate-residual, which adds up the logits of all experts"
+        return "--moe-gate-residual, which adds the logits of all experts"
     return ""
 
 
 @dataclass(frozen=True)
 class Layer:
-    """An MoE layer: its strata, and what its gates (all of one kind) need."""
+    """An MoE layer: its strata, and requirements of its gates, which are all of one kind."""
 
     strata: Strata
-    fewest: int  # experts that each gate has to see
-    weights_depend_on_all_scores: bool = False  # also on those of experts that are not chosen
+    min_experts: int  # that each gate has to see
+    weights_depend_on_all_scores: bool = False
 
     @classmethod
     def of(cls, block: StratifiedMoE) -> "Layer":
         gate = block.gates[0]
-        return cls(block.strata, fewest_experts(gate), weights_depend_on_all_scores(gate))
+        return cls(block.strata, min_experts(gate), weights_depend_on_all_scores(gate))
 
     def required(self, score_E: ndarray) -> set[int]:
-        """The best experts of the last stratum, or of each stratum of a stack: these never go."""
+        """The best experts of the last stratum, or of each stratum of a stack: these are always kept."""
         strata = self.strata
         last = len(strata.sizes) - 1
         required = set()
         for stratum in range(0 if strata.stacked else last, last + 1):
             experts = [e for e, s in enumerate(strata.stratum_of_expert) if s == stratum]
-            required.update(sorted(experts, key=lambda e: (-score_E[e], e))[: self.fewest])
+            required.update(sorted(experts, key=lambda e: (-score_E[e], e))[: self.min_experts])
         return required
 
 
 def keep_share(
     layers: Mapping[str, Layer], importance: Mapping[str, ndarray], share: float, over_all: bool
 ) -> dict[str, set[int]]:
-    """The most important experts, ``ceil(share E)`` of them and at least those that gates need.
+    """The ``ceil(share E)`` most important experts, and at least those that gates need.
 
     Args:
         importance: ``(E,)`` of each layer.
-        over_all: rank the experts of all layers together; else those of each layer by themselves.
+        over_all: compare the experts of all layers; else only those within a layer.
     """
     kept = {name: layer.required(importance[name]) for name, layer in layers.items()}
     for group in [list(layers)] if over_all else [[name] for name in layers]:
         others = sorted(
-            (-importance[name][expert], place, expert, name)
-            for place, name in enumerate(group)
+            (-importance[name][expert], index, expert, name)
+            for index, name in enumerate(group)
             for expert in range(layers[name].strata.num_experts)
             if expert not in kept[name]
         )
         total = sum(layers[name].strata.num_experts for name in group)
-        rounding = 1e-9  # 0.1 of 10 experts is one, whatever floats make of it
+        rounding = 1e-9  # 0.1 of 10 experts must be one, in spite of rounding
         room = math.ceil(share * total - rounding) - sum(len(kept[name]) for name in group)
         for *_, expert, name in others[: max(room, 0)]:
             kept[name].add(expert)
     return kept
 
 
-# Taking experts out of a checkpoint: their weights, the gates' rows for them, and its settings.
+# Removing experts from a checkpoint: their weights, the gates' rows for them, and the settings.
 
 _EXPERTS = re.compile(r"experts\.(w1|b1|w2|b2)")
 # Null experts have weights of their own.
@@ -189,14 +188,14 @@ _GATE = re.compile(r"gates\.(\d+)\.(weight|bias\.steps|threshold\.steps)")
 
 @dataclass(frozen=True)
 class PrunedLayer:
-    """The strata of a layer before, and the experts that stay, in their order."""
+    """The original strata of a layer, and the kept experts in their order."""
 
     before: Strata
     experts: list[int]
 
     @property
     def after(self) -> Strata:
-        """The strata of the experts that stay."""
+        """The strata of the kept experts."""
         strata = [self.before.stratum_of_expert[expert] for expert in self.experts]
         sizes = tuple(map(strata.count, range(len(self.before.sizes))))
         return Strata(sizes, self.before.stacked, self.before.chain)
@@ -206,7 +205,7 @@ class PrunedLayer:
         return sorted(set(range(self.before.num_experts)) - set(self.experts))
 
     def pruned(self, name: str, tensor: Tensor) -> Tensor:
-        """What stays of a tensor of the block, by its name in the block."""
+        """The kept part of a tensor, by its name in the block."""
         rows = None
         if _EXPERTS.fullmatch(name):
             rows = self.experts
@@ -218,23 +217,23 @@ class PrunedLayer:
 
 
 def prune(path: Path, layers: Mapping[str, PrunedLayer]) -> dict:
-    """The content of a checkpoint, one file, with fewer experts, without optimizer state and EMA.
+    """The content of a checkpoint file with fewer experts, without optimizer state and EMA.
 
     Args:
-        layers: each MoE layer by its name, ``encoder.layer.1``.
+        layers: by the MoE layers' names (``encoder.layer.1``).
     """
     state = weights_of(path)
     # ``encoder.layer.1`` is ``encoder.layers.1.moe`` in the state dict.
     by_state = {f"{n.replace('.layer.', '.layers.')}.moe": layer for n, layer in layers.items()}
     for name, tensor in state["model"].items():
-        block, found, parameter = name.partition(".moe.")
-        if found and f"{block}.moe" in by_state:
+        block, separator, parameter = name.partition(".moe.")
+        if separator and f"{block}.moe" in by_state:
             state["model"][name] = by_state[f"{block}.moe"].pruned(parameter, tensor)
     strata = {}  # by side; a language model has one
     for name, layer in layers.items():
         strata.setdefault(f"{name.partition('.')[0]}_smoe_strata", []).append(str(layer.after))
-    strata = {option: ",".join(of_side) for option, of_side in strata.items()}
-    if state.get("cfg"):  # fairseq repeats the model's settings for tasks of older kinds
+    strata = {option: ",".join(values) for option, values in strata.items()}
+    if state.get("cfg"):  # other parts of the config repeat the model's settings for older tasks
         state["cfg"] = {part: _with_strata(values, strata) for part, values in state["cfg"].items()}
     else:  # before fairseq had a config, checkpoints held the flat command line
         state["args"] = _with_strata(state["args"], strata)
@@ -247,15 +246,12 @@ def prune(path: Path, layers: Mapping[str, PrunedLayer]) -> dict:
 
 
 def _with_strata(values: Any, strata: Mapping[str, str]) -> Any:
-    """A model's settings with other strata; all that is no model's as it is."""
+    """A model's settings with other strata; other values are not changed."""
     options = vars(values) if isinstance(values, Namespace) else values
     if not isinstance(options, Mapping) or "smoe_strata" not in options:
         return values
     changed = {**options, **strata}
     return Namespace(**changed) if isinstance(values, Namespace) else changed
-
-
-# The command.
 
 
 def add_prune_arguments(parser: ArgumentParser) -> None:
@@ -275,24 +271,23 @@ def add_prune_arguments(parser: ArgumentParser) -> None:
 
 
 def run_prune(args: Namespace) -> None:
-    """Count, choose, write, and say what is left."""
     _check(args)
     check_output([args.path], [args.output], args.force)
     with quietly():
-        model, task, directions, subset = inputs.given_inputs(args)
+        model, task, directions, subset = inputs.load_inputs(args)
         blocks = moe_blocks(model)
         gates = (gate for block in blocks.values() for gate in block.gates)
-        if why := next(filter(None, map(needs_every_expert, gates)), None):
+        if reason := next(filter(None, map(needs_every_expert, gates)), None):
             expected = "expected gates that score each expert by itself"
-            raise UsageError(f"{args.path} has {why}, so that each is needed; {expected}")
+            raise UsageError(f"{args.path} has {reason}, so all experts are needed; {expected}")
         uses = [use_of(inputs.Samples(model, task, name, subset)) for name in directions]
     parameters = {name: parameter.numel() for name, parameter in model.named_parameters()}
     layers = {name: Layer.of(block) for name, block in blocks.items()}
     del model, blocks
-    if args.keep is not None:  # to the mean importance each direction adds the same
+    if args.keep is not None:  # by the mean importance, in which all directions weigh the same
         importance = {n: np.mean([use[n].importance for use in uses], axis=0) for n in layers}
         kept = keep_share(layers, importance, args.keep, args.over == "all")
-    else:  # the load in the direction where it is highest
+    else:  # by the highest load in any direction
         loads = {n: np.max([use[n].load for use in uses], axis=0) for n in layers}
         used = {n: set(np.flatnonzero(loads[n] > args.min_load).tolist()) for n in layers}
         kept = {n: layer.required(loads[n]) | used[n] for n, layer in layers.items()}
@@ -306,20 +301,20 @@ def run_prune(args: Namespace) -> None:
         print(SOFTMAX)
     before, after = sum(parameters.values()), sum(state["model"][n].numel() for n in parameters)
     experts = sum(len(layer.experts) for layer in pruned.values())
-    of_all = sum(layer.before.num_experts for layer in pruned.values())
+    total = sum(layer.before.num_experts for layer in pruned.values())
     sizes = [f"{path.stat().st_size / 1e6:.1f} MB" for path in (args.output, args.path)]
     print(
-        f"{experts} of {of_all} experts, {after:,} of {before:,} parameters ({after / before:.1%})\n"
-        f"{args.output}: {sizes[0]}; {args.path} has {sizes[1]}, with what training keeps beside the weights"
+        f"{experts} of {total} experts, {after:,} of {before:,} parameters ({after / before:.1%})\n"
+        f"{args.output}: {sizes[0]}; {args.path} has {sizes[1]}, including the state of training"
     )
 
 
 def _check(args: Namespace) -> None:
-    """Raise UsageError unless it is clear how much is to stay, and of which file."""
+    """Raise UsageError for missing, invalid or contradictory flags, or if the path is that of a set."""
     if (args.keep is None) == (args.min_load is None):
-        given = "neither --keep nor" if args.keep is None else "--keep with"
+        flags = "neither --keep nor" if args.keep is None else "--keep with"
         expected = "a share of the experts to keep or the load of those to remove"
-        raise UsageError(f"{given} --min-load: expected one of the two, {expected}")
+        raise UsageError(f"{flags} --min-load: expected one of the two, {expected}")
     if args.keep is not None and not 0 < args.keep <= 1:
         raise UsageError(f"--keep {args.keep:g}: expected a share above 0, up to 1, such as 0.5")
     if args.min_load is not None and not 0 <= args.min_load < math.inf:
@@ -327,14 +322,14 @@ def _check(args: Namespace) -> None:
     if args.min_load is not None and args.over is not None:
         raise UsageError(f"--over {args.over} with --min-load: expected it with --keep")
     name = set_name(args.path)
-    of_set = rank_files(name) | rank_files(name, PENDING)
-    if rank_of(args.path) is not None or (of_set and not args.path.exists()):
+    files = rank_files(name) | rank_files(name, PENDING)
+    if rank_of(args.path) is not None or (files and not args.path.exists()):
         advice = f"make one checkpoint of it first, by smoe consolidate {name} --output FILE"
         raise UsageError(f"{args.path} is of a set with --expert-parallel: {advice}")
 
 
 def _table(pruned: Mapping[str, PrunedLayer], choices: Mapping[str, ndarray]) -> str:
-    """A row per layer: strata, experts, and what share of the choices were of those removed."""
+    """A row per layer: strata, experts, and the removed experts' share of the choices."""
     rows = [["layer", "strata", "", "kept", "removed", "their choices"]]
     for name, layer in pruned.items():
         lost = choices[name][layer.removed].sum() / max(choices[name].sum(), 1)

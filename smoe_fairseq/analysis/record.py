@@ -20,7 +20,7 @@ from smoe_fairseq.modules.strata import Strata
 
 @dataclass(frozen=True)
 class Block:
-    """One MoE layer: its name (``encoder.layer.1``) and how its experts are arranged."""
+    """One MoE layer: its name (``encoder.layer.1``) and its strata."""
 
     name: str
     strata: Strata
@@ -32,11 +32,11 @@ class Block:
 
     @property
     def title(self) -> str:
-        """The same in words: ``encoder layer 1``."""
+        """``encoder layer 1``."""
         return self.name.replace(".", " ")
 
     def choices(self) -> list[tuple[int, int]]:
-        """(stratum, expert) of every choice that a gate has."""
+        """(stratum, expert) for all experts that the gate of a stratum sees."""
         pairs = zip(self.strata.first_experts, self.strata.visible, strict=True)
         return [(i, first + e) for i, (first, size) in enumerate(pairs) for e in range(size)]
 
@@ -45,8 +45,8 @@ class Block:
 class Counts:
     """Counters of one block over some tokens.
 
-    Every token stops at stratum 0 and, wherever it stops, has one first choice. So the first choices
-    say how many tokens there are, what capacity they requested and where they went.
+    Every token stops at stratum 0, and has one first choice per stop. So the first choices determine the
+    number of tokens, their requested capacity and their routes.
     """
 
     block: Block
@@ -61,7 +61,7 @@ class Counts:
 
     @property
     def stops(self) -> int:
-        """Strata that the tokens stopped at, summed over the tokens."""
+        """The number of stops of all tokens."""
         return int(self.first_choices.sum())
 
     @property
@@ -70,15 +70,15 @@ class Counts:
         return self.stops / self.tokens if self.tokens else float("nan")
 
     def load(self) -> ndarray:
-        """``(E,)``: first choices of each expert in all strata over their mean; 1 if evenly loaded."""
+        """``(E,)``: first choices of each expert in all strata, relative to their mean."""
         per_expert = self.first_choices.sum(axis=0)
         return per_expert / max(per_expert.mean(), 1e-12)
 
     def flow(self) -> ndarray:
         """``(L, L)``: tokens whose gate in stratum i chose an expert of stratum j.
 
-        They go on to stratum j + 1, past strata i to j - 1, or leave the block where j is the last one. At a
-        fixed depth all go from each stratum to the next.
+        They skip the gates of strata i + 1 to j and continue at stratum j + 1, or leave the block if j is
+        the last one. At a fixed depth all tokens continue at the next stratum.
         """
         strata = self.block.strata
         if strata.fixed_depth:
@@ -89,7 +89,7 @@ class Counts:
         return flow
 
 
-# Which expert each token chose: counters filled while a model runs.
+# Each token's choices, counted while a model runs.
 #
 # Shapes: B sentences, S positions, T tokens, N of them in a stratum, V token types, L strata, E
 # experts.
@@ -103,13 +103,13 @@ class BlockFollower:
         self.padding = dictionary.pad()
 
     def begin(self, tokens_BS: Tensor) -> None:
-        """A batch begins: all tokens but padding are in stratum 0."""
+        """Start a batch: all tokens except padding are in stratum 0."""
         self.type_T = tokens_BS.reshape(-1)
         padding_T, depth = self.type_T == self.padding, len(self.block.strata)
         self.position_T = torch.zeros_like(self.type_T).masked_fill(padding_T, depth)
 
     def record(self, stratum: int, _gate, arguments: tuple, routing: Routing) -> None:
-        """A gate's forward hook: it chose for the tokens in its stratum or, with a mask, for all rows."""
+        """A gate's forward hook. Rows are the tokens in its stratum or, with a mask, all tokens."""
         strata = self.block.strata
         index_N = (self.position_T == stratum).nonzero().squeeze(1)
         active_T = arguments[1] if len(arguments) > 1 else None
@@ -124,14 +124,14 @@ class BlockFollower:
     def note(
         self, stratum: int, index_N: Tensor, expert_N: Tensor, routing: Routing, row_N: Tensor
     ) -> None:
-        """What is kept of N tokens: numbers in the batch, first choices, rows of the routing."""
+        """Record N tokens: their indices in the batch, first choices and rows of the routing."""
 
 
 class BlockRecorder(BlockFollower):
     """Counts the first choices of a block's gates by token type.
 
     Attributes:
-        counts: ``(V, L, E)``, how often a token of type v that was in stratum i chose expert e first.
+        counts: ``(V, L, E)``, first choices of expert e by tokens of type v in stratum i.
     """
 
     def __init__(self, block: StratifiedMoE, dictionary: Dictionary):
@@ -151,7 +151,7 @@ class BlockRecorder(BlockFollower):
 class Recorder:
     """A follower for every MoE layer of a model, by the layer's name.
 
-    The model is one of ours in evaluation mode, and the fairseq task that of its dictionaries.
+    The model is one of ours in evaluation mode; the task has its dictionaries.
     """
 
     def __init__(self, model: nn.Module, task, follower: type[BlockFollower] = BlockRecorder):
@@ -163,7 +163,7 @@ class Recorder:
 
     @contextmanager
     def recording(self) -> Iterator["Recorder"]:
-        """Listens to the gates as long as the context is open."""
+        """Record the gates' decisions in this context."""
         handles = [
             gate.register_forward_hook(functools.partial(recorder.record, stratum))
             for recorder in self.blocks.values()
@@ -177,17 +177,17 @@ class Recorder:
 
     @torch.no_grad()
     def run(self, net_input: dict) -> None:
-        """One forward pass, the references as decoder input.
+        """One forward pass, with the references as decoder input.
 
-        A decoder position counts for the token that it is given, not for the one that it predicts.
+        A decoder position counts for its input token, not for the predicted one.
         """
         for name, recorder in self.blocks.items():
-            recorder.begin(given(net_input, name.split(".")[0]))
+            recorder.begin(input_tokens(net_input, name.split(".")[0]))
         self.model(**net_input)
 
 
-def given(net_input: dict, side: str) -> Tensor:
-    """``(B, S)``: the tokens that a side is given; a language model's decoder has the only ones."""
+def input_tokens(net_input: dict, side: str) -> Tensor:
+    """``(B, S)``: the input of a side."""
     if side == "decoder" and "prev_output_tokens" in net_input:
         return net_input["prev_output_tokens"]
     return net_input["src_tokens"]
@@ -198,11 +198,11 @@ def given(net_input: dict, side: str) -> Tensor:
 
 @dataclass(frozen=True)
 class TypeCounts:
-    """Counters of one direction and block by token type, of the types that occurred."""
+    """Counters of one direction and block, for the token types that occurred."""
 
     block: Block
-    types: ndarray  # ``(N,)`` numbers in the dictionary of the block's side
-    special: ndarray  # ``(N,)``, whether a type is special (see `inputs.special`)
+    types: ndarray  # ``(N,)``, ids in the dictionary of the block's side
+    special: ndarray  # ``(N,)``, see `inputs.special`
     first_choices: ndarray  # ``(N, L, E)``
 
     @property
@@ -211,17 +211,17 @@ class TypeCounts:
 
     @property
     def stops(self) -> ndarray:
-        """``(N,)``: strata stopped at, summed over the occurrences."""
+        """``(N,)``: the number of stops of all occurrences."""
         return self.first_choices.sum(axis=(1, 2))
 
     def total(self, special: bool) -> Counts:
-        """Of all special tokens or of all tokens that are text."""
+        """The sum over special tokens, or over all others."""
         return Counts(self.block, self.first_choices[self.special == special].sum(axis=0))
 
 
 @dataclass(frozen=True)
 class Direction:
-    """What was collected in one direction: every block's counters, in the order of the forward pass."""
+    """All counters of one direction, with blocks in the order of the forward pass."""
 
     name: str
     sentences: int
@@ -230,32 +230,27 @@ class Direction:
 
 
 def collect(samples: inputs.Samples) -> Direction:
-    """Runs a model over samples with the references as decoder input.
+    """Runs a model over samples, with the references as decoder input.
 
-    The counters' memory is bounded by the vocabulary, and the numbers do not depend on the size of the
-    batches.
+    The numbers do not depend on the size of the batches.
     """
     task, blocks = samples.task, []
     with Recorder(samples.model, task).recording() as recorder:
         for sample in samples:
             recorder.run(sample["net_input"])
-    for name, of_block in recorder.blocks.items():
-        block = Block(name, of_block.block.strata)
-        counts = of_block.counts.cpu().numpy()
+    for name, block_recorder in recorder.blocks.items():
+        block = Block(name, block_recorder.block.strata)
+        counts = block_recorder.counts.cpu().numpy()
         types = counts[:, 0].sum(axis=1).nonzero()[0]
         special = inputs.special(inputs.dictionary_of(task, block.side), task)[types]
         blocks.append(TypeCounts(block, types, special, counts[types]))
     return Direction(samples.direction, samples.seen, samples.too_long, tuple(blocks))
 
 
-# Requested capacity of a trained model, measured with the references as decoder input.
-
-
 def requested_capacity(model: nn.Module, task, subset: str = "valid") -> dict[str, float]:
-    """Strata that a token stops at, mean over all real tokens of a subset, per MoE layer.
+    """Mean requested capacity of all tokens of a subset, by MoE layer (see `moe_blocks`).
 
-    Layers are named as `moe_blocks` names them; special tokens count like the others.
-    Empty for a dense model.
+    References are the decoder's input; special tokens are included. Empty for a dense model.
     """
     if not moe_blocks(model):
         return {}
@@ -263,8 +258,8 @@ def requested_capacity(model: nn.Module, task, subset: str = "valid") -> dict[st
         for direction in inputs.directions(task):
             for sample in inputs.Samples(model, task, direction, inputs.Subset(subset)):
                 recorder.run(sample["net_input"])
-    found = {}
-    for name, of_block in recorder.blocks.items():
-        counts = of_block.counts.sum(0).cpu().numpy()
-        found[name] = Counts(Block(name, of_block.block.strata), counts).requested_capacity
-    return found
+    means = {}
+    for name, block_recorder in recorder.blocks.items():
+        counts = block_recorder.counts.sum(0).cpu().numpy()
+        means[name] = Counts(Block(name, block_recorder.block.strata), counts).requested_capacity
+    return means

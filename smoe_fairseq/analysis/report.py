@@ -1,4 +1,4 @@
-"""HTML report of an analysis: its pictures, and a page with what they show (``report.html.jinja``)."""
+"""HTML report of an analysis: its pictures, and a page that explains them (``report.html.jinja``)."""
 
 import base64
 from collections.abc import Callable
@@ -21,7 +21,7 @@ Series = dict[str, dict[int, float]]
 
 
 def summary(results: Results, checkpoint: Path) -> str:
-    """The first paragraph: what was run, how many strata a token asks for, and the BLEU."""
+    """The first paragraph: what was run, the mean requested capacity, and BLEU."""
     run, means = results.run, []
     for side in results.sides():
         counts = [results.over(results.directions, block) for block in results.blocks_of(side)]
@@ -37,18 +37,18 @@ def summary(results: Results, checkpoint: Path) -> str:
         f"{' and at '.join(means)}."
     )
     try:
-        found = read_json(checkpoint.parent / "scores.json", SCORES)
-        if found["checkpoint"] != checkpoint.name:
+        content = read_json(checkpoint.parent / "scores.json", SCORES)
+        if content["checkpoint"] != checkpoint.name:
             return text
-        points = [found["scores"][name]["bleu"] for name in results.directions]
-    except (UsageError, KeyError):  # not evaluated, or not all of these directions
+        bleus = [content["scores"][name]["bleu"] for name in results.directions]
+    except (UsageError, KeyError):  # some directions have not been evaluated
         return text
-    of = "" if len(points) == 1 else f", the mean of {len(points)} directions"
-    return f"{text} Its BLEU on the test set is {np.mean(points):.1f}{of}."
+    mean = "" if len(bleus) == 1 else f", the mean of {len(bleus)} directions"
+    return f"{text} Its BLEU on the test set is {np.mean(bleus):.1f}{mean}."
 
 
 def frequency(results: Results, min_count: int) -> str:
-    """Medians of each block's groups."""
+    """Median ranks of tokens with lowest and highest requested capacity, for each block."""
     parts = []
     for block in results.blocks:
         groups = figures.groups(results, block, min_count)
@@ -62,19 +62,19 @@ def frequency(results: Results, min_count: int) -> str:
 
 
 def sentence(sides: list[SentenceSide]) -> str:
-    """The words or parts of words that ask for most and for least on each side."""
+    """The words, or parts of words, with highest and lowest requested capacity on each side."""
     parts = []
     for side in sides:
         means = np.mean(side.requested, axis=0)
         text = (t != WORD_BEGINS and not s for t, s in zip(side.tokens, side.special))
         shown = [i for i, is_text in enumerate(text) if is_text]
         order = sorted(shown or range(len(means)), key=lambda i: -means[i])
-        said = [f'"{side.tokens[i].strip(WORD_BEGINS)}"' for i in (order[0], order[-1])]
+        words = [f'"{side.tokens[i].strip(WORD_BEGINS)}"' for i in (order[0], order[-1])]
         most, least = (f"{round(float(means[i]), 2):g}" for i in (order[0], order[-1]))
         parts.append(
             f"in the {side.side} all tokens ask for {most}"
             if most == least
-            else f"in the {side.side} {said[0]} asks for {most} strata and {said[1]} for {least}"
+            else f"in the {side.side} {words[0]} asks for {most} strata and {words[1]} for {least}"
         )
     return "In this sentence, " + "; ".join(parts) + "."
 
@@ -82,11 +82,11 @@ def sentence(sides: list[SentenceSide]) -> str:
 def pictures(
     results: Results, sides: list[SentenceSide], series: Series, min_count: int
 ) -> dict[str, Callable[..., Figure]]:
-    """By name, the functions that draw what there is to show, ``stacked`` or not."""
+    """Functions that draw the pictures, by name; without those that have nothing to show."""
     check = results.capacity
     dropped = check and any(check.percent_dropped(side).any() for side in check.sides())
     deep = any(len(results.blocks_of(side)) > 1 for side in results.sides())
-    found = {
+    draw = {
         "by_direction": results.has_languages and partial(figures.draw_by_direction, results),
         "frequency": results.ranks and partial(figures.draw_frequency, results, min_count),
         "by_depth": deep and partial(figures.draw_by_depth, results),
@@ -96,18 +96,18 @@ def pictures(
         "sentence": sides and partial(figures.draw_sentence, sides),
         "training": series and partial(figures.draw_training, series),
     }
-    return {name: draw for name, draw in found.items() if draw}
+    return {name: function for name, function in draw.items() if function}
 
 
-def draw(folder: Path, found: dict[str, Callable[..., Figure]]) -> dict[str, dict[str, str]]:
+def draw(folder: Path, functions: dict[str, Callable[..., Figure]]) -> dict[str, dict[str, str]]:
     """Writes ``NAME.png`` and ``NAME.svg`` of each picture.
 
     Returns:
-        By name "wide" and "narrow", the picture as PNG in base 64: panels side by side, and one below the
-        other for a phone.
+        By name, the picture as PNG in base 64: "wide" with panels in a row, "narrow" with a panel per row,
+        for a phone.
     """
     drawn, missing = {}, set()
-    for name, picture in found.items():
+    for name, picture in functions.items():
         missing |= figures.save(picture(stacked=False), folder / name)
         files = (folder / f"{name}.png").read_bytes(), figures.png(picture(stacked=True))
         wide, narrow = (base64.b64encode(png).decode() for png in files)
@@ -117,12 +117,12 @@ def draw(folder: Path, found: dict[str, Callable[..., Figure]]) -> dict[str, dic
 
 
 def page(results: Results, checkpoint: Path, drawn: dict[str, dict[str, str]], **content) -> str:
-    """One HTML page with everything in it: no file beside it, no network.
+    """A self-contained HTML page.
 
     Args:
-        drawn: what `draw` returned.
-        content: what else the template takes: ``direction`` and ``sides`` of the example, ``series`` of the
-            log, and ``min_count``.
+        drawn: see `draw`.
+        content: further variables of the template: ``direction`` and ``sides`` of the example, ``series`` of
+            the log, and ``min_count``.
     """
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent),
@@ -148,7 +148,7 @@ def write(
     series: Series,
     min_count: int,
 ) -> None:
-    """Draws the pictures and writes ``report.html``; ``example`` is a direction and a sentence of it."""
+    """Draw the pictures and write ``report.html``; ``example`` is a direction and a sentence of it."""
     direction, sides = example
     drawn = draw(folder, pictures(results, sides, series, min_count))
     content = {"direction": direction, "sides": sides, "series": series, "min_count": min_count}

@@ -16,39 +16,39 @@ from smoe_fairseq.analysis.capacity import CapacityCheck
 from smoe_fairseq.analysis.inputs import TEXT
 from smoe_fairseq.analysis.record import Block, Counts, Direction
 
-# How frequent a token type is in the training text.
+# Frequency of token types in the training text.
 
 _PART = 2**22  # tokens counted at a time
 
 
 def ranks(task, directions: list[str]) -> dict[str, np.ndarray] | None:
-    """Rank of each type by training frequency, 1 the most frequent, for "encoder" and "decoder".
+    """Rank of each type by training frequency, from 1, for "encoder" and "decoder".
 
-    Each language's text of each pair is counted once, also when both directions are trained. Where
-    the two sides share their dictionary, they share the counts. None without binarised training text.
+    Each language's text of each pair is counted once, even if both directions are trained. Sides with equal
+    dictionaries share the counts. None without binarised training text.
     """
     texts: dict[str, set[str | None]] = {side: set() for side in inputs.sides(task)}
     for folder, direction in itertools.product(inputs.folders(task), directions):
         for side, language in zip(texts, direction.split("-")):
             texts[side].add(_prefix(folder, direction, language))
-    everything = set.union(*texts.values())
-    if None in everything:
+    prefixes = set.union(*texts.values())
+    if None in prefixes:
         return None
     if task.source_dictionary == task.target_dictionary:
-        return dict.fromkeys(texts, _rank(everything, task.source_dictionary))
-    return {side: _rank(of, inputs.dictionary_of(task, side)) for side, of in texts.items()}
+        return dict.fromkeys(texts, _rank(prefixes, task.source_dictionary))
+    return {side: _rank(own, inputs.dictionary_of(task, side)) for side, own in texts.items()}
 
 
 def sizes(task, directions: list[str]) -> dict[str, int] | None:
     """Training sentences of each direction; None without binarised training text."""
-    found = dict.fromkeys(directions, 0)
+    numbers = dict.fromkeys(directions, 0)
     for direction in directions:
         for folder in inputs.folders(task):
             prefix = _prefix(folder, direction, direction.split("-")[0])
             if prefix is None:
                 return None
-            found[direction] += len(data_utils.load_indexed_dataset(prefix, None))
-    return found
+            numbers[direction] += len(data_utils.load_indexed_dataset(prefix, None))
+    return numbers
 
 
 def _prefix(folder: Path, direction: str, language: str) -> str | None:
@@ -62,7 +62,7 @@ def _prefix(folder: Path, direction: str, language: str) -> str | None:
 
 
 def _count(prefix: str, vocabulary: int) -> np.ndarray:
-    """How often each type occurs in a binarised text."""
+    """The frequency of each type in a binarised text."""
     sentences = data_utils.load_indexed_dataset(prefix, None)
     counts = np.zeros(vocabulary, dtype=np.int64)
     if isinstance(sentences, MMapIndexedDataset):  # its sentences are one array
@@ -83,10 +83,9 @@ def _rank(texts: Iterable[str], dictionary: Dictionary) -> np.ndarray:
     return ranks
 
 
-# What an analysis found, in memory for the pictures and as CSV for everyone else.
-#
-# ``tokens.csv``, ``blocks.csv``, ``load.csv``, ``flow.csv``, ``positions.csv``
-# and ``run.json``; strata, experts and layers are numbered from 0, as in the state dict.
+# The results of an analysis, in memory for the pictures and in files: ``tokens.csv``, ``blocks.csv``,
+# ``load.csv``, ``flow.csv``, ``positions.csv`` and ``run.json``. Strata, experts and layers are numbered from
+# 0, as in the state dict.
 
 KINDS = {False: "text", True: "special"}
 
@@ -95,19 +94,19 @@ KINDS = {False: "text", True: "special"}
 class Results:
     """Counters by direction and block."""
 
-    run: dict  # what was run, for ``run.json``
+    run: dict  # the content of ``run.json``
     dictionaries: dict[str, Dictionary]  # of "encoder" and "decoder"
     ranks: dict[str, np.ndarray] | None = None  # of each side's types, by training frequency
     sizes: dict[str, int] | None = None  # training sentences of each direction
-    capacity: CapacityCheck | None = None  # None where training has no limit
+    capacity: CapacityCheck | None = None  # None if training has no limit
     directions: list[str] = field(default_factory=list)
     blocks: list[Block] = field(default_factory=list)
     counts: dict[tuple[str, str, bool], Counts] = field(default_factory=dict)
-    # ``(3, N)``: types that are text, their occurrences, and the strata that they stopped at.
+    # ``(3, N)``: types of text, their occurrences and their stops.
     types: dict[tuple[str, str], np.ndarray] = field(default_factory=dict)
 
     def add(self, direction: Direction) -> None:
-        """Keeps a direction's sums; its counters by token type are not kept."""
+        """Add the sums of a direction, without its counters by token type."""
         self.directions.append(direction.name)
         self.blocks = [block.block for block in direction.blocks]
         for block in direction.blocks:
@@ -119,22 +118,22 @@ class Results:
 
     @property
     def has_languages(self) -> bool:
-        """Whether there are languages; a language model has none."""
+        """False for a language model."""
         return self.directions != [TEXT]
 
     def sides(self) -> list[str]:
-        """Of "encoder" and "decoder", those that have blocks."""
+        """The sides ("encoder", "decoder") that have blocks."""
         return list(dict.fromkeys(block.side for block in self.blocks))
 
     def blocks_of(self, side: str) -> list[Block]:
         return [block for block in self.blocks if block.side == side]
 
     def of(self, direction: str, block: Block) -> Counts:
-        """Counters of the tokens that are text."""
+        """Counters of text, without special tokens."""
         return self.counts[direction, block.name, False]
 
     def over(self, directions: list[str], block: Block) -> Counts:
-        """The same, summed over some directions."""
+        """Counters of text, summed over some directions."""
         first, *others = (self.of(direction, block) for direction in directions)
         return sum(others, start=first)
 
@@ -155,13 +154,13 @@ class Results:
         return [counts.requested_capacity for counts in blocks]
 
     def by_resource(self) -> list[str]:
-        """Directions from most to least training data, or as they were given."""
+        """Directions from most to least training data, or in their original order if it is missing."""
         if self.sizes is None:
             return list(self.directions)
         return sorted(self.directions, key=lambda name: -self.sizes[name])
 
     def pivot(self) -> str | None:
-        """The language that all directions ("de-en") have in common, when just one does."""
+        """The language that all directions ("de-en") have in common, if there is exactly one."""
         languages = [set(direction.split("-")) for direction in self.directions]
         common = set.intersection(*languages) if len(languages) > 1 else set()
         return common.pop() if len(common) == 1 else None
@@ -171,11 +170,11 @@ TOKENS = ["direction", "side", "layer", "token", "kind", "frequency_rank", "occu
 
 
 def token_rows(results: Results, direction: Direction) -> Iterator[list]:
-    """Rows of ``tokens.csv``, below the header if it is the first direction.
+    """Rows of ``tokens.csv``, with the header for the first direction.
 
     The table is written one direction at a time, since it may be larger than memory.
     """
-    # Of all blocks, which may have other strata.
+    # Of all blocks, since strata may differ.
     columns = sorted({c for block in direction.blocks for c in block.block.choices()})
     if results.directions == [direction.name]:
         yield [*TOKENS, "requested_capacity", *(f"stratum{i}_expert{e}" for i, e in columns)]

@@ -1,4 +1,4 @@
-"""Route of a sentence's tokens through the strata."""
+"""Routes of a sentence's tokens through the strata."""
 
 import os
 import unicodedata
@@ -11,34 +11,35 @@ from fairseq.sequence_generator import SequenceGenerator
 from torch import Tensor, nn
 
 from smoe_fairseq.analysis import inputs
-from smoe_fairseq.analysis.record import Block, BlockFollower, Recorder, given
+from smoe_fairseq.analysis.record import Block, BlockFollower, Recorder, input_tokens
 from smoe_fairseq.errors import UsageError
 from smoe_fairseq.files import read_subwords
 from smoe_fairseq.models.hub import subwords_of
 from smoe_fairseq.modules.routing import Routing
 
-# Control characters, halves of a pair and line ends: a terminal obeys them, and SVG may not contain them.
-_UNSEEN = {"Cc", "Cs", "Zl", "Zp"}
-# They turn around what follows, so that another text is read than is there.
-_TURNING = {*"\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"}
+# Control characters, surrogates and line separators: terminals act on them, and SVG must not contain them.
+_CONTROL = {"Cc", "Cs", "Zl", "Zp"}
+# These change the direction of text, and so its apparent order.
+_BIDIRECTIONAL = {*"\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"}
 
 
 def visible(text: str) -> str:
-    r"""The text with such characters as ``\x1b`` or ``\u202e``; all others stay as they are."""
-    return "".join(c.encode("unicode_escape").decode() if _is_unseen(c) else c for c in text)
+    r"""The text with such characters escaped, as ``\x1b`` or ``\u202e``."""
+    return "".join(c.encode("unicode_escape").decode() if _is_hidden(c) else c for c in text)
 
 
-def _is_unseen(character: str) -> bool:
-    never_a_character = ord(character) & 0xFFFE == 0xFFFE
-    return unicodedata.category(character) in _UNSEEN or character in _TURNING or never_a_character
+def _is_hidden(character: str) -> bool:
+    if ord(character) & 0xFFFE == 0xFFFE:  # not a character in Unicode
+        return True
+    return unicodedata.category(character) in _CONTROL or character in _BIDIRECTIONAL
 
 
 BEAM = 5
-# Background colours of a 256-colour terminal, from low to high, with a text colour that is read on them.
+# Background colours of a 256-colour terminal, from low to high, with a readable text colour.
 SHADES = ((255, 16), (153, 16), (111, 16), (68, 231), (25, 231), (17, 231))
 
 
-# Where single tokens stop, and which experts compute them there, with which weights.
+# Stops of single tokens, with the experts that compute them and their weights.
 #
 # Shapes: B sentences, S positions, T tokens, N of them in a stratum, K choices.
 
@@ -48,8 +49,10 @@ class Stop:
     """One token at one stratum."""
 
     stratum: int  # counted from 0
-    first: int  # the expert of its first choice, by which it goes on; numbered over the block
-    experts: list[tuple[int, float]]  # those that compute it, with weights, best first; maybe none
+    first: int  # the expert of its first choice, which determines its next stratum
+    experts: list[
+        tuple[int, float]
+    ]  # those that compute it, with weights, best first; may be empty
 
 
 @dataclass(frozen=True)
@@ -57,19 +60,19 @@ class SentenceSide:
     """One side of a sentence pair, or the text of a language model."""
 
     side: str  # "encoder" or "decoder"
-    tokens: list[str]  # what the side was given, special tokens included; as they are to be shown
-    special: list[bool]  # whether each stands for no text (see `inputs.special`)
+    tokens: list[str]  # its input, including special tokens; see `visible`
+    special: list[bool]  # see `inputs.special`
     blocks: list[Block]  # its MoE layers
-    stops: list[list[list[Stop]]]  # ``stops[b][t]`` of token t in block b, in the order of its way
+    stops: list[list[list[Stop]]]  # ``stops[b][t]`` of token t in block b, in their order
 
     @property
     def requested(self) -> list[list[int]]:
         """The requested capacity, ``requested[b][t]`` of token t in block b."""
-        return [[len(stops) for stops in of_block] for of_block in self.stops]
+        return [[len(stops) for stops in block] for block in self.stops]
 
 
 class StopRecorder(BlockFollower):
-    """Keeps ``stops``, those of each token of the last batch: ``B * S`` lists."""
+    """Records ``stops``, a list for each of the ``B * S`` tokens of the last batch."""
 
     def begin(self, tokens_BS: Tensor) -> None:
         super().begin(tokens_BS)
@@ -78,17 +81,17 @@ class StopRecorder(BlockFollower):
     def note(
         self, stratum: int, index_N: Tensor, expert_N: Tensor, routing: Routing, row_N: Tensor
     ) -> None:
-        before = self.block.strata.first_experts[stratum]
-        chosen = zip(
+        offset = self.block.strata.first_experts[stratum]
+        decisions = zip(
             index_N.tolist(),
             expert_N.tolist(),
             routing.expert_TK[row_N].tolist(),
             routing.weight_TK[row_N].tolist(),
             strict=True,
         )
-        for token, first, expert_K, weight_K in chosen:
+        for token, first, expert_K, weight_K in decisions:
             experts = [
-                (before + expert, weight)
+                (offset + expert, weight)
                 for expert, weight in zip(expert_K, weight_K, strict=True)
                 if expert < routing.num_experts
             ]
@@ -96,20 +99,18 @@ class StopRecorder(BlockFollower):
 
 
 class StopFinder:
-    """A model's dictionaries and what it takes to follow tokens, made once for many batches."""
+    """Finds the stops of all tokens of a batch; created once for many batches."""
 
     def __init__(self, model: nn.Module, task):
         self.model, self.task = model, task
         self.dictionaries = {side: inputs.dictionary_of(task, side) for side in inputs.sides(task)}
-        self.special = {side: inputs.special(of, task) for side, of in self.dictionaries.items()}
+        self.special = {side: inputs.special(d, task) for side, d in self.dictionaries.items()}
 
     def run(self, net_input: dict) -> list[list[SentenceSide]]:
-        """The sides of each sentence pair of a batch, teacher-forced: one forward pass.
-
-        A decoder position stands for the token that it is given, as in all of the analysis.
+        """The sides of each sentence pair of a batch, from one forward pass.
 
         Args:
-            net_input: fairseq's; of a translation model with ``prev_output_tokens``.
+            net_input: fairseq's; for a translation model with ``prev_output_tokens``.
         """
         recorder = Recorder(self.model, self.task, StopRecorder)
         with recorder.recording(), torch.inference_mode():
@@ -121,20 +122,17 @@ class StopFinder:
 
     def _side(self, side: str, net_input: dict, sentence: int, recorder: Recorder) -> SentenceSide:
         dictionary = self.dictionaries[side]
-        tokens = given(net_input, side)[sentence].tolist()
+        tokens = input_tokens(net_input, side)[sentence].tolist()
         real = [s for s, token in enumerate(tokens) if token != dictionary.pad()]
         start = sentence * len(tokens)
-        of_side = {n: r for n, r in recorder.blocks.items() if n.startswith(side)}
+        blocks = {name: block for name, block in recorder.blocks.items() if name.startswith(side)}
         return SentenceSide(
             side,
             [visible(dictionary[tokens[s]]) for s in real],
             [bool(self.special[side][tokens[s]]) for s in real],
-            [Block(name, recorder.block.strata) for name, recorder in of_side.items()],
-            [[recorder.stops[start + s] for s in real] for recorder in of_side.values()],
+            [Block(name, block.block.strata) for name, block in blocks.items()],
+            [[block.stops[start + s] for s in real] for block in blocks.values()],
         )
-
-
-# The requested capacity of one sentence's tokens.
 
 
 def run_pair(model: nn.Module, task, net_input: dict) -> list[SentenceSide]:
@@ -146,11 +144,10 @@ def run_pair(model: nn.Module, task, net_input: dict) -> list[SentenceSide]:
 def run_sentence(
     model: nn.Module, task, direction: str, sentence: str, folder: Path
 ) -> list[SentenceSide]:
-    """Requested capacity of a source sentence's tokens and of the model's own translation of it.
+    """The stops of a source sentence's tokens and of the model's translation of it.
 
-    A language model is given the sentence and adds nothing.
-    The sentence is text where a sentencepiece model is beside the dictionaries (`subwords_of`), else
-    tokens joined by spaces.
+    A language model only reads the sentence. The sentence is text if the folder of the dictionaries has a
+    sentencepiece model (`subwords_of`), else tokens separated by spaces.
     """
     segmenter = subwords_of(str(folder))
     if segmenter is not None:
@@ -162,7 +159,7 @@ def run_sentence(
         raise UsageError("--sentence: expected a sentence with at least one word")
     longest = np.min(inputs.longest(model, task))
     if len(tokens) >= longest:
-        raise UsageError(f"--sentence: {len(tokens)} tokens, the model takes fewer than {longest}")
+        raise UsageError(f"--sentence: {len(tokens)} tokens; expected fewer than {longest}")
     dataset = task.build_dataset_for_inference([tokens], [len(tokens)])
     sample = inputs.on_device(model, dataset.collater([dataset[0]]))
     if inputs.is_language_model(task):
@@ -170,30 +167,30 @@ def run_sentence(
     generator = SequenceGenerator([model], task.target_dictionary, beam_size=BEAM)
     with torch.no_grad():
         best = task.inference_step(generator, [model], sample)[0][0]["tokens"]
-    given = torch.cat([best[-1:], best[:-1]])  # as in training: </s> first, shifted by one
-    sample["net_input"]["prev_output_tokens"] = given.unsqueeze(0)
+    shifted = torch.cat([best[-1:], best[:-1]])  # as in training: </s> first
+    sample["net_input"]["prev_output_tokens"] = shifted.unsqueeze(0)
     return run_pair(model, task, sample["net_input"])
 
 
 def show(sides: list[SentenceSide], colour: bool) -> str:
-    """For a terminal: the tokens, under each what it asked for, block by block."""
+    """For a terminal: the tokens with their requested capacity below, block by block."""
     lines = []
     for side in sides:
         for block, requested in zip(side.blocks, side.requested):
             strata = len(block.strata)
             mean = sum(requested) / len(requested)
             lines.append(f"{block.title}: requested capacity of 1 to {strata}, mean {mean:.2f}")
-            lines += _wrapped(side.tokens, requested, strata, colour)
+            lines += _wrap(side.tokens, requested, strata, colour)
             lines.append("")
     return "\n".join(lines[:-1])
 
 
 def wants_colour(stream) -> bool:
-    """Whether a stream is a terminal of a user who has not asked for no colour (no-color.org)."""
+    """Whether a stream is a terminal with colours; ``NO_COLOR`` disables them (no-color.org)."""
     return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 
-def _wrapped(tokens: list[str], requested: list[int], strata: int, colour: bool) -> list[str]:
+def _wrap(tokens: list[str], requested: list[int], strata: int, colour: bool) -> list[str]:
     columns = max(40, int(os.environ.get("COLUMNS") or 80) - 2)
     rows, width = [[]], 0
     for token, value in zip(tokens, requested):

@@ -9,7 +9,7 @@ from pathlib import Path
 from smoe_fairseq.files import read_text
 
 UPDATES = "num_updates"
-LARGEST_LOG = 1 << 32  # bytes
+MAX_BYTES = 1 << 32
 NUMBER = re.compile(r"([\w./]+)[ =]([-+]?\d+(?:\.\d*)?(?:e[-+]?\d+)?)(?=,| \||$)", re.ASCII)
 VALID_NUMBER = re.compile(
     r" \| (\w+) ([-+]?\d+(?:\.\d*)?(?:e[-+]?\d+)?|nan|inf)(?= \||$)", re.ASCII
@@ -19,7 +19,7 @@ TRAINING = re.compile(r"^(?:.*\| train_inner \| |.*INFO \| \S+ \| )?(epoch \d+:.
 
 
 def read(path: Path) -> dict[str, dict[int, float]]:
-    """Values by update of each of `routing_metrics` that was logged in training, by its name."""
+    """The values of each logged routing metric by update, by the metric's name."""
     series: dict[str, dict[int, float]] = {}
     for values in read_lines(path):
         for name, value in values.items():
@@ -29,22 +29,21 @@ def read(path: Path) -> dict[str, dict[int, float]]:
 
 
 def read_lines(path: Path) -> Iterator[dict[str, float]]:
-    """All that was logged in training, a dictionary for each line of it.
+    """The values of each line of training, from ``--log-file`` or a redirected console.
 
-    Takes what ``--log-file`` or a redirected console holds, in fairseq's simple or JSON format. Raises
-    UsageError for a file that cannot be read.
+    fairseq's formats simple and json are supported. Raises UsageError for a file that cannot be read.
     """
-    for line in read_text(path, LARGEST_LOG).splitlines():
+    for line in read_text(path, MAX_BYTES).splitlines():
         if UPDATES in (values := _values(line)):
             yield values
 
 
 def read_validations(path: Path) -> Iterator[dict[str, float]]:
-    """All that was logged in each validation, in fairseq's simple format; a loss may be NaN or infinite."""
-    for line in read_text(path, LARGEST_LOG).splitlines():
-        _, found, logged = line.partition(" | valid on '")
+    """The values of each validation, in fairseq's simple format; a loss may be NaN or infinite."""
+    for line in read_text(path, MAX_BYTES).splitlines():
+        logged = line.partition(" | valid on '")[2]
         values = {name: float(value) for name, value in VALID_NUMBER.findall(logged)}
-        if found and UPDATES in values:
+        if UPDATES in values:
             yield values
 
 
@@ -63,13 +62,13 @@ def _values(line: str) -> dict[str, float]:
 
 
 def _finite(values: Iterable[tuple[str, object]]) -> dict[str, float]:
-    """The finite numbers. A log may be cut off, or written by two runs at once."""
-    found = {}
+    """The finite numbers. Other values occur if a log is cut off, or if two runs write it at once."""
+    numbers = {}
     for name, value in values:
         try:
             number = float(value)
         except (TypeError, ValueError, OverflowError):
             continue
         if math.isfinite(number):
-            found[name] = number
-    return found
+            numbers[name] = number
+    return numbers
