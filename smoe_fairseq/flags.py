@@ -16,7 +16,7 @@ def add_flag(parser, name: str, metavar: str | None, text: str, kind=None, defau
 
 
 def number_fault(value: float, kind: type, least: float, most: float = math.inf) -> str | None:
-    """What was expected, if ``value`` is no finite number from ``least`` to ``most``; else None."""
+    """What is expected, unless ``value`` is a finite number from ``least`` to ``most``; else None."""
     if math.isfinite(value) and least <= value <= most:
         return None
     bound = f" of at least {least}" if math.isfinite(least) else ""

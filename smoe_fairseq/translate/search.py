@@ -210,7 +210,7 @@ _CACHE_BYTES = 3 << 20  # of log-probabilities at a time, on a CPU
 
 
 def option(default, words: str, least: float = -math.inf, most: float = math.inf):
-    """A field of `SearchOptions`: its default, what it is for, and its lowest and highest value."""
+    """A field of `SearchOptions`: its default, its help, and its lowest and highest value."""
     return field(default=default, metadata={"words": words, "limits": (least, most)})
 
 

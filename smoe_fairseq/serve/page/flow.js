@@ -1,12 +1,12 @@
-// A sentence's tokens on their way through the strata of one layer: a strand for each, with a dot where it
-// stops and a bridge where it passes by.
+// The route of a sentence's tokens through the strata of one layer: a strand for each token, with a dot where
+// it stops and a bridge over strata that it skips.
 
 import { level, piece, requested } from "./tokens.js";
 
 const SVG = "http://www.w3.org/2000/svg";
-const ROW = 24; // pixels from strand to strand
-const HEAD = 40; // above them
-const BRIDGE = 8; // radius of the bridge by which a strand passes a stratum
+const ROW = 24; // pixels per strand
+const HEAD = 40; // above the strands
+const BRIDGE = 8; // radius of a bridge
 const RADIUS = 9;
 
 function shape(name, attributes = {}, text) {
@@ -16,8 +16,8 @@ function shape(name, attributes = {}, text) {
   return made;
 }
 
-// A drawing of `width` pixels. `chosen(index, shape)` is called with the strand that is pointed at or tapped,
-// and with null when it is left.
+// A drawing of `width` pixels. `chosen(index, shape)` is called when the pointer enters a strand or taps it,
+// and with null when it leaves.
 export function flow(side, layer, width, chosen) {
   const strata = layer.strata.length;
   const labels = Math.min(120, Math.round(width * 0.27));
@@ -79,16 +79,16 @@ function path(stops, y, strata, x) {
   return `${d}H${x(strata)}`;
 }
 
-// What the picture says, for those who do not see it.
+// A description of the picture for screen readers.
 function summary(layer) {
   const counts = layer.strata.map((_, stratum) => {
-    const there = layer.stops.filter((way) => way.some((stop) => stop.stratum === stratum)).length;
-    return `${there} at stratum ${stratum}`;
+    const stops = layer.stops.filter((way) => way.some((stop) => stop.stratum === stratum)).length;
+    return `${stops} at stratum ${stratum}`;
   });
   return `Of ${layer.stops.length} tokens stop ${counts.join(", ")}`;
 }
 
-// Dims all strands but one; null: none.
+// Dims all strands except one; with null none.
 export function point(svg, index) {
   svg.classList.toggle("choosing", index !== null);
   for (const strand of svg.querySelectorAll(".strand")) {

@@ -1,4 +1,4 @@
-// The form: languages, text, a translation and its routing, all of which a link can say.
+// The form: languages and text, which a link can contain; the translation and its routing.
 
 import { hide, sentence } from "./sentence.js";
 import { element, mostOf, title } from "./tokens.js";
@@ -11,17 +11,17 @@ const EXAMPLES = {
   de: ["Zwei Kinder spielen im Garten.", "Ihre zwei alten Hunde schlafen neben dem warmen Ofen."],
   fr: ["Deux enfants jouent dans le jardin.", "Ses deux vieux chiens dorment près du poêle."],
 };
-let model; // what GET /languages says
-let result = null; // the last answer
-const layerOf = { encoder: ALL, decoder: ALL }; // name of the one that is shown
-let asking = null; // aborts the request that is under way
+let model; // the answer of GET /languages
+let result = null; // the last translations
+const layerOf = { encoder: ALL, decoder: ALL }; // name of the layer that is shown
+let pending = null; // the AbortController of the current request
 
 function nameOf(language) {
   try {
     const name = new Intl.DisplayNames(["en"], { type: "language", fallback: "none" }).of(language);
     return name ? `${name} (${language})` : language;
   } catch {
-    return language; // no code of a language
+    return language; // not a language code
   }
 }
 
@@ -43,7 +43,7 @@ function targetsOf(source) {
   return [...trained, ...others];
 }
 
-function turnTo(source, target) {
+function selectDirection(source, target) {
   part("source").value = source;
   fill(part("target"), targetsOf(source), target);
   const direction = `${source}-${part("target").value}`;
@@ -57,7 +57,7 @@ function examplesIn(source) {
   return EXAMPLES[LONG_CODES[language] ?? language] ?? [];
 }
 
-// Where nothing is translated yet: what a stratum is, and sentences in the source language to begin with.
+// Before the first translation: what a stratum is, and examples in the source language.
 function showExamples() {
   const sentences = examplesIn(part("source").value);
   part("empty").hidden = Boolean(result);
@@ -76,18 +76,18 @@ function showExamples() {
   );
 }
 
-function say(problem) {
-  part("error").textContent = problem;
-  part("error").hidden = !problem;
+function showError(message) {
+  part("error").textContent = message;
+  part("error").hidden = !message;
 }
 
-function busy(is) {
-  part("form").setAttribute("aria-busy", is);
-  part("translate").setAttribute("aria-disabled", is);
-  part("status").textContent = is ? "Translating\u2026" : "";
+function setBusy(busy) {
+  part("form").setAttribute("aria-busy", busy);
+  part("translate").setAttribute("aria-disabled", busy);
+  part("status").textContent = busy ? "Translating\u2026" : "";
 }
 
-async function ask(path, options) {
+async function request(path, options) {
   let answer;
   try {
     answer = await fetch(path, options);
@@ -103,36 +103,36 @@ async function ask(path, options) {
 async function translate() {
   const texts = part("text").value.split("\n").filter((line) => line.trim());
   const [source, target] = [part("source").value, part("target").value];
-  say("");
+  showError("");
   if (!texts.length) {
-    say("There is no text: type a sentence.");
+    showError("There is no text: type a sentence.");
     part("text").focus();
     return;
   }
   history.replaceState(null, "", `#${link(source, target, texts.join("\n"))}`);
-  asking?.abort();
-  const mine = (asking = new AbortController());
-  busy(true);
+  pending?.abort();
+  const controller = (pending = new AbortController());
+  setBusy(true);
   try {
-    const begun = performance.now();
-    const answer = await ask("translate", {
+    const start = performance.now();
+    const answer = await request("translate", {
       method: "POST",
       headers: { "Content-Type": "application/json" },
       body: JSON.stringify({ texts, source, target, routing: true }),
-      signal: mine.signal,
+      signal: controller.signal,
     });
-    if (asking !== mine) return;
+    if (pending !== controller) return;
     result = answer;
     show();
-    busy(false);
-    const seconds = ((performance.now() - begun) / 1000).toFixed(2);
+    setBusy(false);
+    const seconds = ((performance.now() - start) / 1000).toFixed(2);
     part("status").textContent = `Translated in ${seconds} s`;
   } catch (error) {
-    if (asking !== mine) return;
-    busy(false);
+    if (pending !== controller) return;
+    setBusy(false);
     result = null;
     show();
-    say(error.message);
+    showError(error.message);
   }
 }
 
@@ -158,7 +158,7 @@ function show() {
   showSentences();
 }
 
-// What stands in the place of a picture that would say nothing.
+// A sentence instead of a picture, for models with one stratum or none.
 function showNothing(layers) {
   let words = "";
   if (!layers.length) words = "This model is dense: every token gets the same computation, and there are no strata.";
@@ -209,25 +209,25 @@ function link(source, target, text) {
 }
 
 function followLink() {
-  const found = /^#([^:]+):(.*)$/s.exec(location.hash);
-  if (!found) return;
+  const match = /^#([^:]+):(.*)$/s.exec(location.hash);
+  if (!match) return;
   let direction, text;
   try {
-    [direction, text] = found.slice(1).map(decodeURIComponent);
+    [direction, text] = match.slice(1).map(decodeURIComponent);
   } catch {
-    say("The link cannot be read.");
+    showError("The link cannot be read.");
     return;
   }
   for (const source of model.languages) {
     const target = direction.slice(source.length + 1);
     if (direction.startsWith(`${source}-`) && targetsOf(source).includes(target)) {
-      turnTo(source, target);
+      selectDirection(source, target);
       part("text").value = text;
       translate();
       return;
     }
   }
-  say(`The link asks for ${direction}, which is no direction of this model.`);
+  showError(`The link asks for ${direction}, which is no direction of this model.`);
 }
 
 function listen() {
@@ -239,25 +239,25 @@ function listen() {
     if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) translate();
   });
   for (const id of ["source", "target"]) {
-    part(id).addEventListener("change", () => turnTo(part("source").value, part("target").value));
+    part(id).addEventListener("change", () => selectDirection(part("source").value, part("target").value));
   }
   part("swap").addEventListener("click", () => {
-    const spoken = part("translation").textContent && result?.target === part("target").value;
-    turnTo(part("target").value, part("source").value);
-    if (spoken) part("text").value = result.translations.map((each) => each.translation).join("\n");
+    const translated = part("translation").textContent && result?.target === part("target").value;
+    selectDirection(part("target").value, part("source").value);
+    if (translated) part("text").value = result.translations.map((each) => each.translation).join("\n");
   });
   addEventListener("hashchange", followLink);
 }
 
 try {
-  model = await ask("languages");
+  model = await request("languages");
   const sources = [...new Set(model.languages.filter((each) => targetsOf(each).length))];
   fill(part("source"), sources);
   const strata = [...new Set(Object.values(model.strata).map((sizes) => sizes.join("-")))];
   part("model").textContent = strata.length ? `${model.model}, strata ${strata.join(", ")}` : `${model.model}, dense`;
-  turnTo(sources.find((source) => examplesIn(source).length) ?? sources[0]);
+  selectDirection(sources.find((source) => examplesIn(source).length) ?? sources[0]);
   listen();
   followLink();
 } catch (error) {
-  say(error.message);
+  showError(error.message);
 }

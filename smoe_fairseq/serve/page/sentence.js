@@ -3,10 +3,10 @@
 import { flow, point } from "./flow.js";
 import { detailsOf, element, mostOf, title, tokenRow } from "./tokens.js";
 
-const LINGER = 150; // milliseconds that the box stays, so that the pointer can go into it
+const LINGER = 150; // milliseconds that the box stays, so that the pointer can enter it
 const box = document.getElementById("details");
-let current = null; // the side of which the box shows a token
-let leaving; // the timer after which it goes
+let current = null; // the side whose token the box shows
+let leaving; // the timer that hides the box
 
 export function hide() {
   clearTimeout(leaving);
@@ -27,7 +27,7 @@ document.addEventListener("pointerdown", (event) => {
   if (!event.target.closest(".token, .strand, #details")) hide();
 });
 
-// Above what it belongs to, so that the strands stay in sight; else below, as far as there is room.
+// Above its anchor, so that the strands stay visible; below it if there is no room.
 function show(content, anchor) {
   clearTimeout(leaving);
   box.replaceChildren(...content);
@@ -43,7 +43,7 @@ function show(content, anchor) {
   box.style.top = `${top + window.scrollY}px`;
 }
 
-// An article. `shown(side)` names the layers to show of each side, of which all are in `routing`.
+// An article. `shown(side)` returns the layers to show of each side.
 export function sentence(number, routing, languages, shown) {
   const article = element("article", { className: "sentence", ariaLabel: `Sentence ${number}` });
   for (const [name, words, language] of [
@@ -69,7 +69,7 @@ function sideOf(side, words, language, layers) {
     });
   }
 
-  // What is shown when nothing is pointed at.
+  // Called when the pointer has left: the focused token's details are shown, if any.
   function settle() {
     if (held === null) hide();
     else turnTo(held);
@@ -111,7 +111,7 @@ function captionOf(layer) {
   return `${title(layer)}${way}: stops, with the expert of the first choice`;
 }
 
-// Drawn anew when there is another width.
+// Draws a picture, again whenever its width changes.
 function draw(holder, side, layer, chosen) {
   let drawn = 0;
   new ResizeObserver(() => {

@@ -1,9 +1,9 @@
-// Tokens as buttons in the colour of the strata that they asked for, and the details of one of them.
+// Tokens as buttons in the colour of their requested capacity, and the details of one of them.
 
 const LEVELS = 5;
-const WORD_BEGINS = "\u2581"; // as sentencepiece marks it
-const THIN_SPACE = "\u2009"; // as it is shown
-const OPEN_BOX = "\u2423"; // where a token is nothing else
+const WORD_BEGINS = "\u2581"; // sentencepiece's mark
+const THIN_SPACE = "\u2009"; // shown instead
+const OPEN_BOX = "\u2423"; // shown for a token that consists only of the mark
 
 export function element(name, properties = {}, ...children) {
   const made = Object.assign(document.createElement(name), properties);
@@ -11,12 +11,12 @@ export function element(name, properties = {}, ...children) {
   return made;
 }
 
-// "encoder.layer.1" as people say it.
+// "encoder.layer.1" -> "encoder layer 1"
 export function title(layer) {
   return layer.name.replaceAll(".", " ");
 }
 
-// How many strata a token stopped at, mean over the layers.
+// The mean requested capacity of a token over the layers.
 export function requested(layers, token) {
   return layers.reduce((sum, layer) => sum + layer.stops[token].length, 0) / layers.length;
 }
@@ -42,8 +42,8 @@ function spoken(token) {
   return piece(token) === OPEN_BOX ? "space" : piece(token);
 }
 
-// A row of one side's tokens: one stop of the tab key, arrows go along it. `chosen(index, why)` is called when
-// a token is pointed at, tapped or focused, and with null when it is left.
+// A row of one side's tokens: one tab stop; arrow keys move within it. `chosen(index, why)` is called when a
+// token is pointed at, tapped or focused, and with null when the pointer or focus leaves.
 export function tokenRow(side, layers, language, chosen) {
   const most = mostOf(layers);
   const pieces = side.tokens.some((token) => token.startsWith(WORD_BEGINS));
@@ -74,23 +74,23 @@ export function tokenRow(side, layers, language, chosen) {
     button.addEventListener("click", () => chosen(index, "focused"));
     row.append(button);
   });
-  row.addEventListener("keydown", goAlong);
+  row.addEventListener("keydown", moveFocus);
   return row;
 }
 
-function goAlong(event) {
+function moveFocus(event) {
   const buttons = [...event.currentTarget.children];
-  const here = buttons.indexOf(document.activeElement);
+  const current = buttons.indexOf(document.activeElement);
   const last = buttons.length - 1;
-  const next = { ArrowRight: here + 1, ArrowLeft: here - 1, Home: 0, End: last }[event.key];
-  if (here < 0 || next === undefined) return;
+  const next = { ArrowRight: current + 1, ArrowLeft: current - 1, Home: 0, End: last }[event.key];
+  if (current < 0 || next === undefined) return;
   event.preventDefault();
   const button = buttons[Math.min(Math.max(next, 0), last)];
   for (const each of buttons) each.tabIndex = each === button ? 0 : -1;
   button.focus();
 }
 
-// What the box says of a token: experts and weights, layer by layer and stratum by stratum.
+// The content of the box: a token's experts and weights, by layer and stratum.
 export function detailsOf(side, layers, index) {
   const parts = [element("h4", { textContent: spoken(side.tokens[index]) })];
   for (const layer of layers) {
