@@ -221,6 +221,6 @@ def test_the_tokens_that_ask_for_most_and_least_are_words():
     encoder = side_of("encoder", tokens, [], [[4, 1, 3, 2, 2, 1], [4, 1, 2, 2, 2, 1]])
     decoder = side_of("decoder", tokens[2:], [], [[2, 2, 2, 1]])
     assert report.sentence([encoder, decoder]) == (
-        'In this sentence, in the encoder "two" asks for 2.5 strata and "s" for 2; '
-        "in the decoder all tokens ask for 2."
+        'Highest and lowest requested capacity: in the encoder 2.5 for "two" and 2 for "s"; '
+        "2 for all tokens of the decoder."
     )

@@ -57,8 +57,8 @@ def frequency(results: Results, min_count: int) -> str:
             parts.append(f"{block.title}: {low:.0f} and {high:.0f} (all tokens: {every:.0f})")
     if not parts:
         return f"No token was seen {min_count} times."
-    asked = "Median training-frequency rank of the tokens that ask for least and for most"
-    return f"{asked}: {'; '.join(parts)}."
+    tokens = "tokens with lowest and highest requested capacity"
+    return f"Median training-frequency rank of the {tokens}: {'; '.join(parts)}."
 
 
 def sentence(sides: list[SentenceSide]) -> str:
@@ -72,11 +72,11 @@ def sentence(sides: list[SentenceSide]) -> str:
         words = [f'"{side.tokens[i].strip(WORD_BEGINS)}"' for i in (order[0], order[-1])]
         most, least = (f"{round(float(means[i]), 2):g}" for i in (order[0], order[-1]))
         parts.append(
-            f"in the {side.side} all tokens ask for {most}"
+            f"{most} for all tokens of the {side.side}"
             if most == least
-            else f"in the {side.side} {words[0]} asks for {most} strata and {words[1]} for {least}"
+            else f"in the {side.side} {most} for {words[0]} and {least} for {words[1]}"
         )
-    return "In this sentence, " + "; ".join(parts) + "."
+    return "Highest and lowest requested capacity: " + "; ".join(parts) + "."
 
 
 def pictures(
