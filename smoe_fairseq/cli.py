@@ -67,19 +67,19 @@ def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     parser = CommandParser(prog="smoe", description="Tools of smoe_fairseq.")
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    named = argv[0] if argv else None
-    if named in (*COMMANDS, *RECIPES):
+    selected = argv[0] if argv else None
+    if selected in (*COMMANDS, *RECIPES):
         require_fairseq()
     for name, (module, summary) in COMMANDS.items():
         subparser = subparsers.add_parser(name, help=summary, description=summary)
-        if name == named:
+        if name == selected:
             with quietly():
                 command = importlib.import_module(module)
             getattr(command, f"add_{name}_arguments")(subparser)
             subparser.set_defaults(run=getattr(command, f"run_{name}"))
     for name, (_, summary, _) in RECIPES.items():
         subparser = subparsers.add_parser(name, help=summary, description=summary)
-        if name == named:
+        if name == selected:
             add_arguments(subparser, name)
     args, unknown = parser.parse_known_args(argv)
     if unknown:

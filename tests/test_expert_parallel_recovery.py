@@ -47,7 +47,7 @@ def test_another_number_of_ranks_touches_nothing(ranks, small_corpus, saves, tmp
     arguments = flags(small_corpus, tmp_path / "run", "--expert-parallel", "--max-update", 5)
     run = ranks.start(tmp_path / "logs", world_size, *arguments)
     assert run.wait(60) == [1] * world_size
-    assert "is of a set for 4 processes" in run.output(0).splitlines()[-1]
+    assert "is of a set for 4 ranks" in run.output(0).splitlines()[-1]
     assert {path: path.read_bytes() for path in (tmp_path / "run").iterdir()} == before
 
 

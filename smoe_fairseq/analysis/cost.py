@@ -56,13 +56,13 @@ def config_of(args: Namespace) -> DecoderOptions:
 
 
 def _complete(args: Namespace) -> Namespace:
-    given = {name: value for name, value in vars(args).items() if value is not None}
+    options = {name: value for name, value in vars(args).items() if value is not None}
     if is_language_model(args):
         for name in SMoETransformerLMConfig.of_translation():
             default = getattr(SMoETransformerConfig, name)
-            if isinstance(default, bool) and given.get(name) is default:
-                del given[name]  # the flag is not set
-    args = Namespace(**given)
+            if isinstance(default, bool) and options.get(name) is default:
+                del options[name]  # the flag is not set
+    args = Namespace(**options)
     ARCH_CONFIG_REGISTRY[args.arch](args)
     return args
 

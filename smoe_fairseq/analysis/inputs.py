@@ -176,10 +176,11 @@ def datasets(task, direction: str, subset: str) -> Iterator[FairseqDataset]:
     except (FileNotFoundError, AttributeError) as error:
         if isinstance(error, AttributeError) and "'NoneType'" not in str(error):
             raise  # fairseq continues with None only if a file is missing
-        wanted = f"{subset}.{direction}.* (nor the pair the other way round)"
-        wanted = f"{subset}.bin" if is_language_model(task) else wanted
-        missing = f"{parts[0]} has no binarised text {wanted}"
-        raise UsageError(f"--gen-subset {subset}: {missing}") from None
+        files = f"{subset}.{direction}.* (nor the reverse direction)"
+        files = f"{subset}.bin" if is_language_model(task) else files
+        raise UsageError(
+            f"--gen-subset {subset}: {parts[0]} has no binarised text {files}"
+        ) from None
 
 
 def batches(
@@ -222,9 +223,9 @@ class Samples:
 
     def __iter__(self) -> Iterator[dict]:
         limit = longest(self.model, self.task)
-        wanted = self.subset.sentences
+        number = self.subset.sentences
         for dataset in datasets(self.task, self.direction, self.subset.name):
-            left = wanted and wanted - self.seen - self.too_long
+            left = number and number - self.seen - self.too_long
             indices, skipped = batches(dataset, limit, left, self.subset.max_tokens)
             self.too_long += skipped
             for batch in tqdm(indices, self.direction, unit="batch", disable=None, leave=False):

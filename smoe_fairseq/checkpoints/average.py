@@ -131,7 +131,9 @@ def add_average_arguments(parser: ArgumentParser) -> None:
         help="checkpoints, those of --expert-parallel without -rank-N; with --last the folder of a run",
     )
     parser.add_argument("--last", type=int, metavar="N", help="average the N newest of the folder")
-    words = "with --last: checkpoints of epochs, or of every N updates; default: the kind there is"
+    words = (
+        "with --last: checkpoints of epochs, or of every N updates; needed if the folder has both"
+    )
     parser.add_argument("--by", choices=sorted(KINDS), help=words)
     sets.add_output_arguments(parser)
 

@@ -268,9 +268,7 @@ def _scores(run: Path) -> str:
         return "The run has not been evaluated.\n"
     names = ["direction", "BLEU", *others, "sentences"]
     table = "\n".join([f"| {' | '.join(names)} |", "|---" * len(names) + "|", *rows])
-    return (
-        f"Scores of `{checkpoint}`, found with `{search}`:\n\n{table}\n\n{'; '.join(signatures)}\n"
-    )
+    return f"Scores of `{checkpoint}`, with `{search}`:\n\n{table}\n\n{'; '.join(signatures)}\n"
 
 
 def _training(run: Path) -> str:

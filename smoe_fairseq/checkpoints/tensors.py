@@ -20,12 +20,12 @@ _UNUSED = (".version", "._float_tensor")  # fairseq's buffers without informatio
 
 
 def config_file(output: Path) -> Path:
-    """The JSON beside the weights."""
+    """The name of the JSON file for the weights ``output``."""
     return output.with_suffix(".json")
 
 
 def write_safetensors(path: Path, output: Path, force: bool, half: bool) -> None:
-    """Write ``output`` and the JSON beside it, both or none.
+    """Write ``output`` and its JSON file, both or none.
 
     The JSON contains ``model``, all options; ``blocks``, the arguments of `StratifiedMoE` by the prefix of
     each block's parameters; ``tied``, from a name to the name whose tensor it shares; and

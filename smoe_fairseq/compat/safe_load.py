@@ -241,7 +241,7 @@ def _combine(left, operator: ast.operator, right) -> list | tuple:
     elif isinstance(left, list | tuple) and type(left) is type(right):
         if len(left) + len(right) <= MAX_ENTRIES:
             return left + right
-    raise ValueError("no list, or too long a one")
+    raise ValueError("not a list, or too long")
 
 
 # Lets torch load fairseq checkpoints with ``weights_only=True``.

@@ -16,7 +16,7 @@ PROGRAM = "fairseq_cli.train"
 # rank, so it would repeat or skip a part of the epoch. Here batches of all ranks are counted. If the epoch
 # has another number of batches now, since the batch size has changed, the position is scaled.
 
-RANKS, BATCHES = "ranks", "batches"  # keys beside fairseq's own
+RANKS, BATCHES = "ranks", "batches"  # keys in addition to fairseq's
 
 
 @replaces("fairseq.data.iterators:EpochBatchIterator.state_dict")

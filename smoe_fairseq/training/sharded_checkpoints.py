@@ -38,7 +38,7 @@ def _check_folder(save_dir: str, trainer) -> None:
     if launch.broadcast(moved) if launch.is_distributed() else moved:
         raise UsageError(
             f"{save_dir} was moved while training: update {trainer.get_num_updates()} is in a new folder of "
-            "that name; put its checkpoints into the old one, and that back, to go on"
+            "that name; to continue, move its checkpoints to the old folder, and that back"
         )
 
 

@@ -176,7 +176,7 @@ def run_shortlist(args: Namespace) -> None:
     for language in sorted({language for pair in pairs for language in pair}):
         file = args.data / f"dict.{language}.txt"
         if not file.is_file():
-            raise UsageError(f"{file} is missing: expected the dictionary beside the data")
+            raise UsageError(f"{file} is missing: expected the dictionary in the data folder")
         with quietly():
             dictionaries[language] = dictionary = Dictionary.load(str(file))
         content[f"{language} size"] = len(dictionary)
