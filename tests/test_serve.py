@@ -198,7 +198,7 @@ def test_other_requests_are_refused(server):
     for method, path, headers, status, sentence in (
         ("GET", "/translate", {}, 405, "Method Not Allowed: expected POST"),
         ("POST", "/", {}, 405, "Method Not Allowed: expected "),
-        ("GET", "/page/../engine.py", {}, 404, "nothing at /page/../engine.py: expected /"),
+        ("GET", "/page/../engine.py", {}, 404, "/page/../engine.py does not exist: expected /"),
         # A page of another origin can send this one without asking first.
         (
             *("POST", "/translate", {"Content-Type": "text/plain"}, 415),
