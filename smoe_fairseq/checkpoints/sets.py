@@ -70,11 +70,11 @@ class Shards:
     def _check_parts(self, file: Path, state: dict) -> None:
         """Raise UsageError unless the file has all parameters of its record."""
         if not isinstance(state.get("extra_state"), dict):
-            raise UsageError(f"{file} is not a checkpoint of fairseq: it lacks extra_state")
+            raise UsageError(f"{file} is not a checkpoint of fairseq: extra_state is missing")
         for name in self.record.parameters:
             tensor = state["model"].get(name)
             if not torch.is_tensor(tensor):
-                raise UsageError(f"{file}: its model lacks {name}")
+                raise UsageError(f"{file}: {name} is missing")
             local = self.placement(name).num_local if _EXPERTS in name else None
             if local and tensor.shape[:1] != (local,):
                 raise UsageError(f"{file}: {name} is {[*tensor.shape]}; expected {local} experts")
