@@ -212,7 +212,7 @@ WRONG = {  # by what the sentence names
     "encoder.layers.1 has 4 experts": drop("experts.3.fc1.weight"),
     "experts of encoder.layers.1": add("encoder.layers.1.moe_layer.experts.2.fc1.bias"),
     "more": add("more", "x"),
-    "of what model it is": lambda state: state["cfg"].update(model=None),
+    "does not name its model": lambda state: state["cfg"].update(model=None),
 }
 
 

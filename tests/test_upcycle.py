@@ -220,7 +220,7 @@ OTHERS = {  # by what the sentence names
     "decoder.adapter": with_weight("decoder.adapter", torch.ones(2)),
     "(3, 32)": with_weight("encoder.layers.1.fc1.weight", torch.ones(3, 32)),
     "more": with_weight("more", "x"),
-    "of what model it is": lambda s: s["cfg"].update(model=None),
+    "does not name its model": lambda s: s["cfg"].update(model=None),
 }
 
 
