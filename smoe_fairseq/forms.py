@@ -156,6 +156,7 @@ SCORES = {
             "sentences": Number(0, whole=True),
             "length_ratio?": (None, Number(0, 1e6)),
             "others?": (None, {str: [Number(-1000, 1000), str]}),  # COMET may be below 0
+            "test_checksum?": (None, str),
         }
     },
 }

@@ -1,5 +1,6 @@
 """From raw text to scores: what a small run prepares, trains, translates and keeps when it is interrupted."""
 
+import hashlib
 import json
 import os
 import re
@@ -390,7 +391,8 @@ def test_a_score_that_was_cut_off_is_made_again(tmp_path, monkeypatch):
     for direction, text in zip(directions, (whole, whole[:20])):
         (evaluation.partial / f"{direction}.json").write_text(text)
         (evaluation.partial / f"{direction}.txt").write_text("a b\n")
-    assert evaluation.resume() == {"en-de": scores.Score(30.0, "s", 1)}
+    checksum = hashlib.sha256(b"a b\na b\n").hexdigest()
+    assert evaluation.resume() == {"en-de": scores.Score(30.0, "s", 1, test_checksum=checksum)}
     evaluation.partial.rename(evaluation.complete)
     assert evaluation.resume() == {}
     assert evaluation.partial.is_dir()

@@ -8,7 +8,7 @@ import pytest
 from commands import step_here
 from matplotlib import pyplot as plt
 from test_recipes import recipe, refusal
-from test_table import write_translations
+from test_table import change_scores, write_translations
 
 from smoe_fairseq.recipes.study import report as study_report
 from smoe_fairseq.recipes.study import results as study_results
@@ -203,6 +203,14 @@ def test_runs_of_different_directions_are_named(two_runs):
     file.write_text(file.read_text().replace("en-de", "en-fr"))
     said = refusal(report_of(folder))
     assert "moe in en-fr and " in said and "smoe-4-4 in en-de" in said
+
+
+def test_runs_on_different_test_sets_are_named(two_runs):
+    folder, _ = two_runs
+    for run in ("moe", "smoe-4-4"):
+        change_scores(folder / "results/multi30k" / run, "en-de", test_checksum=run)
+    said = refusal(report_of(folder))
+    assert "/moe" in said and "/smoe-4-4" in said and "(en-de)" in said
 
 
 def test_flops_are_those_of_the_experts_that_a_gate_learnt(two_runs):

@@ -1,6 +1,7 @@
 """``smoe table``: the paper's layout from saved scores, beside numbers worked out by hand."""
 
 import csv
+import hashlib
 import json
 import os
 import re
@@ -112,20 +113,43 @@ def test_scores_with_the_tokenizer_of_each_language_are_averaged():
     assert mean(en="char", zh="13a") is None
 
 
-def test_a_search_with_other_flags_is_told(tmp_path):
+def change_scores(run: Path, direction: str = "", **values) -> None:
+    """Set values in ``scores.json``, in a direction's part if one is given."""
+    content = json.loads((run / "scores.json").read_text())
+    (content["scores"][direction] if direction else content).update(values)
+    (run / "scores.json").write_text(json.dumps(content))
+
+
+def test_a_search_with_other_flags_is_told(two_systems):
     """Of several runs that whose; where it is the data set's nothing is said."""
+    folder = two_systems[0]
     usual = arguments(load_dataset("multi30k").generate)
     bias = ["--model-overrides", "{'smoe_exit_bias': 2}"]
     for method, flags in {"dense": usual, "moe": [*usual, "--beam", "1", *bias]}.items():
-        folder = tmp_path / "runs/multi30k" / method
-        write_scores(folder, FULL)
-        content = json.loads((folder / "scores.json").read_text())
-        content["generate"] = " ".join(flags)
-        (folder / "scores.json").write_text(json.dumps(content))
-    told = [
-        line for line in table(tmp_path, "multi30k").stdout.splitlines() if "translated" in line
-    ]
-    assert told == [f"moe: translated with --beam 1 {' '.join(bias)}"]
+        change_scores(folder / "runs/multi30k" / method, generate=" ".join(flags))
+    for words in ([], ["--compare", "moe", "dense"]):
+        printed = table(folder, "multi30k", *words).stdout.splitlines()
+        told = [line for line in printed if "translated" in line]
+        assert told == [f"moe: translated with --beam 1 {' '.join(bias)}"]
+
+
+def test_scores_on_other_test_sets_are_told_and_not_compared(two_systems):
+    folder = two_systems[0]
+    raw, runs = folder / "data/multi30k/raw", folder / "runs/multi30k"
+    (raw / "test.en-de.en").write_text("a\n" * 60)
+    texts = (raw / f"test.en-de.{language}" for language in ("en", "de"))
+    now = hashlib.sha256(b"".join(file.read_bytes() for file in texts)).hexdigest()
+    compare = ("multi30k", "--compare", "dense", "moe")
+    for dense, moe in ((now, None), (now, "old"), ("old", "old")):
+        for name, checksum in (("dense", dense), ("moe", moe)):
+            change_scores(runs / name, "en-de", test_checksum=checksum)
+        printed = table(folder, "multi30k").stdout.splitlines()
+        notes = [line.split(":")[0] for line in printed if f"{raw} (en-de)" in line]
+        assert notes == ["dense"] * (dense == "old") + ["moe"] * (moe == "old")
+        if notes:
+            assert f"{raw} (en-de)" in refusal(folder, *compare)
+        else:
+            table(folder, *compare)
 
 
 @pytest.mark.parametrize(
@@ -270,6 +294,14 @@ def test_paired_bootstrap(two_systems):
     assert rows["en-fr"]["p"] == rows["en-fr"]["dense"] == "-"
     again = table(folder, "multi30k", "--compare", "dense", "moe", "--format", "csv").stdout
     assert again == lines
+
+
+def test_equal_translations_do_not_differ_significantly(two_systems):
+    folder = two_systems[0]
+    shutil.copytree(folder / "runs/multi30k/dense", folder / "runs/multi30k/switch")
+    printed = table(folder, "multi30k", "--compare", "dense", "switch", "--format", "csv").stdout
+    (row,) = (line for line in printed.splitlines() if line.startswith("en-de"))
+    assert row.split(",")[3:] == ["+0.00", "1.0000"]
 
 
 def test_seeds_are_compared_by_sentences_and_by_seeds(two_systems):

@@ -96,6 +96,7 @@ class SentenceCounter:
 def p_value(metric: Metric, first: np.ndarray, second: np.ndarray) -> float:
     """The p-value of sacreBLEU's paired bootstrap, given the `SentenceCounter.count` of two systems.
 
+    For equal scores it is 1: no sample's difference is smaller. sacreBLEU counts only larger ones.
     The counts of several translations of a sentence may be summed, so that they are drawn together. The
     random seed is sacreBLEU's (``SACREBLEU_SEED``), so that a comparison is reproducible.
     """
@@ -103,8 +104,8 @@ def p_value(metric: Metric, first: np.ndarray, second: np.ndarray) -> float:
     systems = [("first", first), ("second", second)]
     with quietly():
         test = PairedTest(systems, {"": metric}, None, test_type="bs", n_samples=SAMPLES)
-        (result,) = (values for name, values in test()[1].items() if name != "System")
-    return result[1].p_value
+        ((one, other),) = (values for name, values in test()[1].items() if name != "System")
+    return 1.0 if one.score == other.score else other.p_value
 
 
 def mean_p_value(first: np.ndarray, second: np.ndarray) -> float:
@@ -127,7 +128,7 @@ def comparison(dataset: Dataset, first: str, second: str, metric: str = scores.B
     seeds; "p (seeds)" is from an exact permutation test over the runs.
 
     Raises:
-        UsageError: one is not scored, they have no common direction, or their signatures differ.
+        UsageError: one is not scored, they have no common direction, or signatures or test sets differ.
     """
     if first == second:
         raise UsageError(f"--compare {first} {second}: expected two different methods")
@@ -141,6 +142,11 @@ def comparison(dataset: Dataset, first: str, second: str, metric: str = scores.B
         runs = ", ".join([*one.runs, *other.runs])
         advice = f"run scripts/evaluate.sh {dataset.name} for each of them"
         raise UsageError(f"no direction is scored in all of {runs}: {advice}")
+    now = scores.test_checksums(dataset, common)
+    if different := scores.different_tests(*one.runs.values(), *other.runs.values(), now=now):
+        texts = f"another test set than that in {Folders(dataset.name).raw}"
+        scored = f"{first} or {second} was scored on {texts} ({', '.join(different)})"
+        raise UsageError(f"{scored}: run scripts/evaluate.sh {dataset.name} for both again")
     several = len(one.runs) + len(other.runs) > 2
     rows, signatures = [], set()
     for direction in dataset.directions:
@@ -170,6 +176,8 @@ def comparison(dataset: Dataset, first: str, second: str, metric: str = scores.B
         notes += _paired_note(systems.values(), points)
     label = "sacreBLEU" if metric == scores.BLEU else f"sacreBLEU's {metric}"
     notes += [f"{label} {signature}" for signature in sorted(signatures)]
+    for run in [*one.runs, *other.runs]:
+        notes += scores.search_notes(dataset, run)
     return Grid(header, rows, notes)
 
 

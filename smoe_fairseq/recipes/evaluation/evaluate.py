@@ -8,7 +8,7 @@ import shutil
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from importlib.metadata import version
 from pathlib import Path
 
@@ -123,8 +123,13 @@ class Evaluation:
         scored = {}
         for direction in self.directions:
             with suppress(UsageError, LookupError, TypeError):  # missing or incomplete
-                scored[direction] = scores.read_score(folder, direction)
+                scored[direction] = self.score(folder, direction)
         return scored
+
+    def score(self, folder: Path, direction: str) -> scores.Score:
+        """The score in a folder, of the present test set."""
+        checksum = scores.test_checksums(self.dataset, [direction]).get(direction)
+        return replace(scores.read_score(folder, direction), test_checksum=checksum)
 
     def save(self, scored: dict[str, scores.Score], folder: Path) -> None:
         """Write ``scores.json``, in the data set's order."""
@@ -371,7 +376,7 @@ def _score(evaluation: Evaluation, direction: str) -> scores.Score:
     for kind, flags in evaluation.scorings(direction).items():
         output = metrics.score(translations, references, flags)
         write_whole(folder / f"{direction}{kind}.json", f"{output}\n")
-    return scores.read_score(folder, direction)
+    return evaluation.score(folder, direction)
 
 
 def _print_score(direction: str, score: scores.Score, count: str) -> None:

@@ -1,5 +1,6 @@
 """The scores of a run by sacreBLEU and COMET: ``scores.json`` next to its checkpoints."""
 
+import hashlib
 import json
 import math
 import os
@@ -8,14 +9,18 @@ import shlex
 import shutil
 import statistics
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields
 from datetime import UTC, datetime
 from pathlib import Path
 
 from smoe_fairseq.errors import UsageError
-from smoe_fairseq.files import read_text, write_whole
+from smoe_fairseq.files import read_plain, read_text, write_whole
 from smoe_fairseq.forms import SCORES, read_json
+from smoe_fairseq.recipes.config import Dataset, arguments, flag_values
+from smoe_fairseq.recipes.folders import Folders, test_file
 from smoe_fairseq.recipes.processes import command, run_quietly
 
 FILE = "scores.json"
@@ -29,7 +34,8 @@ class Score:
     """The score of a direction: BLEU in points (0 to 100), with sacreBLEU's signature.
 
     ``length_ratio`` is the number of tokens in the translations over that in the references, by sacreBLEU;
-    None in older files. ``others`` has points and signature of the other `METRICS`.
+    None in older files. ``others`` has points and signature of the other `METRICS`. ``test_checksum`` is of
+    the raw source and reference; None in older files.
     """
 
     bleu: float
@@ -37,6 +43,7 @@ class Score:
     sentences: int
     length_ratio: float | None = None
     others: dict[str, tuple[float, str]] = field(default_factory=dict)
+    test_checksum: str | None = None
 
     def __str__(self) -> str:
         parts = [f"BLEU {self.bleu:.2f}"]
@@ -94,9 +101,30 @@ def read(folder: Path) -> dict[str, Score]:
     return scored
 
 
-def search_flags(folder: Path) -> str:
-    """The flags of the search that made the translations; raises UsageError as `read` does."""
-    return _content(folder).get("generate", "")
+def test_checksums(dataset: Dataset, directions: Iterable[str]) -> dict[str, str]:
+    """Checksums of the raw sources and references, of those directions that have both."""
+    checksums = {}
+    for direction in directions:
+        files = (test_file(dataset, direction, language) for language in direction.split("-"))
+        with suppress(UsageError):  # missing
+            checksums[direction] = hashlib.sha256(b"".join(map(read_plain, files))).hexdigest()
+    return checksums
+
+
+def different_tests(*results: Mapping[str, Score], now: Mapping[str, str]) -> list[str]:
+    """The directions that were not all scored on one test set, and that of ``now``, as far as is known."""
+    known = defaultdict(set, {direction: {checksum} for direction, checksum in now.items()})
+    for direction, score in (item for result in results for item in result.items()):
+        known[direction] |= {score.test_checksum} - {None}
+    return [direction for direction, checksums in known.items() if len(checksums) > 1]
+
+
+def search_notes(dataset: Dataset, run: str) -> list[str]:
+    """A note on the run's search flags that differ from the data set's; raises UsageError as `read` does."""
+    usual = flag_values(arguments(dataset.generate))
+    used = flag_values(_content(Folders(dataset.name).runs / run).get("generate", "").split())
+    flags = " ".join(f"{flag} {v}".strip() for flag, v in used.items() if usual.get(flag) != v)
+    return [f"{run}: translated with {flags}"] if flags else []
 
 
 def _content(folder: Path) -> dict:

@@ -6,14 +6,11 @@ import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from smoe_fairseq.errors import UsageError, quietly
 from smoe_fairseq.forms import read_json
 from smoe_fairseq.recipes.config import (
     Dataset,
-    arguments,
-    flag_values,
     method_flags,
     resource_classes,
     tables,
@@ -108,7 +105,7 @@ def side_by_side(dataset: Dataset, metric: str = scores.BLEU) -> Grid:
     names.sort(key=run_order)
     runs = {m: list(group) for m, group in itertools.groupby(names, key=run_method)}
     methods = sorted(runs, key=lambda m: (paper_order.index(m) if m in paper else len(paper), m))
-    parts = columns(dataset)
+    parts, tests = columns(dataset), scores.test_checksums(dataset, dataset.directions)
 
     rows, notes = [], []
     for name in methods:
@@ -133,22 +130,14 @@ def side_by_side(dataset: Dataset, metric: str = scores.BLEU) -> Grid:
             less = _cells(_differences(cost, paper_cost), _differences(bleu, paper_bleu), sign=True)
             rows.append([name, "difference", *less])
         for run, result in results.items():
-            notes += _notes(dataset, run, result, metric)
-            if flags := _unusual_search(dataset, folder / run):
-                notes.append(f"{run}: translated with {flags}")
+            notes += _notes(dataset, run, result, metric, tests)
+            notes += scores.search_notes(dataset, run)
     if any(column.directions is None for column in parts):
         path = Folders(dataset.name).data / SIZES
         notes.append(f"{path} is missing: run scripts/prepare.sh {dataset.name} for the classes")
     texts = ["method", *(["source"] if paper else [])]
     costs = ["parameters (M)", "FLOPs/token (M)"]
     return Grid([*texts, *costs, *(c.name for c in parts)], rows, notes, texts=len(texts))
-
-
-def _unusual_search(dataset: Dataset, run: Path) -> str:
-    """The run's search flags that differ from the data set's."""
-    usual = flag_values(arguments(dataset.generate))
-    used = flag_values(scores.search_flags(run).split())
-    return " ".join(f"{flag} {v}".strip() for flag, v in used.items() if usual.get(flag) != v)
 
 
 def average(result: Scores, column: Column, metric: str = scores.BLEU) -> float | None:
@@ -210,8 +199,10 @@ def _cells(cost, bleu, digits: int = 1, sign: bool = False) -> list[str]:
     return [*(number(n, digits, sign) for n in cost), *(number(n, 2, sign) for n in bleu)]
 
 
-def _notes(dataset: Dataset, name: str, result: Scores, metric: str) -> list[str]:
-    """How a run was scored, and why averages are missing."""
+def _notes(
+    dataset: Dataset, name: str, result: Scores, metric: str, tests: Mapping[str, str]
+) -> list[str]:
+    """How a run was scored, and why averages are missing; ``tests`` are `scores.test_checksums`."""
     points = _points(result, metric)
     missing = [d for d in dataset.directions if d not in points]
     signatures = sorted({signature for _, signature in points.values()})
@@ -233,6 +224,9 @@ def _notes(dataset: Dataset, name: str, result: Scores, metric: str) -> list[str
         notes.append(f"{name}: {scored}, averages over missing ones are left out")
     if changed := is_outdated(folders.runs / name):
         notes.append(f"{name}: {changed} is another one than was scored: {again}")
+    if different := scores.different_tests(result, now=tests):
+        texts = f"another test set than that in {folders.raw} ({', '.join(different)})"
+        notes.append(f"{name}: was scored on {texts}: {again}")
     if not _are_comparable(points):
         notes.append(f"{name}: scores of different sacreBLEU signatures are not averaged")
     elif len(signatures) > 1:

@@ -10,6 +10,7 @@ from smoe_fairseq.analysis.figures import new, save, styled
 from smoe_fairseq.errors import UsageError
 from smoe_fairseq.files import write_whole
 from smoe_fairseq.recipes.config import Dataset
+from smoe_fairseq.recipes.evaluation import scores
 from smoe_fairseq.recipes.evaluation.grid import Grid, markdown
 from smoe_fairseq.recipes.evaluation.table import system_costs
 from smoe_fairseq.recipes.folders import run_method, run_order
@@ -78,6 +79,9 @@ def _systems(dataset: Dataset) -> dict[str, list[Result]]:
         if result.scores.keys() != results[0].scores.keys():
             both = (f"{r.folder} in {', '.join(r.scores)}" for r in (results[0], result))
             raise UsageError(f"runs are scored in different directions: {' and '.join(both)}")
+        if different := scores.different_tests(results[0].scores, result.scores, now={}):
+            both = f"{result.folder} and {results[0].folder} are scored on different test sets"
+            raise UsageError(f"{both} ({', '.join(different)}): score and save them again")
     systems: dict[str, list[Result]] = {}
     for result in results:
         systems.setdefault(run_method(result.name), []).append(result)
