@@ -454,6 +454,7 @@ def test_the_table_tells_what_is_odd(tmp_path, capfd):
         with open(raw / f"train.en-fr.{language}", "ab") as train:
             train.write(tests + b"same\n" + b"x\n\n"[: 2 + (language == "en")])
     content = {"subwords": {"vocab-size": 60}, "train": {"max-source-positions": 30}}
+    content["raw"] = {"split": "hash"}  # of other text: it is not advised again
     given = write_dataset(tmp_path / "c", "tiny", pairs=["en-fr"], **content)
     done = step_here("prepare", "tiny", cwd=tmp_path, RAW=str(raw), WORKERS="1", **given)
     assert done.returncode == 1 and "train.en-fr.fr 314" in capfd.readouterr().err
@@ -468,6 +469,7 @@ def test_the_table_tells_what_is_odd(tmp_path, capfd):
     )
     found = dict(zip(header, row, strict=True))
     assert found["tests in training"].startswith("12 / 12 / 12") and "overlap: drop" in done.stderr
+    assert "split: hash" not in done.stderr
     assert found["read"] == "314" and found["best chrF++"] == "100.0"
 
 

@@ -53,7 +53,7 @@ SETTINGS = [
     Setting("PRECISION", "TYPE", "auto, bf16, fp16 or fp32", "the data set's, mostly auto"),
     Setting("JOBS", "N", "processes or runs in parallel", "as cores and memory allow"),
     Setting("WORKERS", "N", "processes of each step", "all cores"),
-    Setting("RAW", "PATH", "folder of text, or archive, to use", "download"),
+    Setting("RAW", "PATH", "folder of text (m4, m15, libreoffice: or archive)", "download"),
     Setting("DATA_DIR", "DIR", "folder of prepared data sets", "data"),
     Setting("RUN_DIR", "DIR", "folder of runs", "runs"),
     Setting("RESULTS_DIR", "DIR", "folder of a study's results", "results"),

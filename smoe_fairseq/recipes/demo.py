@@ -56,7 +56,7 @@ def _show(dataset: Dataset, method: str) -> None:
         report = folder / "report"
         analyze = ("smoe", "analyze", folders.binary, "--path", checkpoint, "--output", report)
         run([command("rm", "-rf", report), command(*analyze)])
-    print(f"\nIn the browser, with the way of each token through the strata:\n  {_serve(folder)}")
+    print(f"\nIn the browser, with the path of each token through the strata:\n  {_serve(folder)}")
 
 
 def _serve(folder: Path) -> str:

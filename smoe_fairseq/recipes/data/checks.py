@@ -48,7 +48,7 @@ def print_checks(dataset: Dataset, workers: int = 1) -> None:
         seen = set().union(*(other.seen for other in rows if other is not row))
         row.leaked["other pairs"] = len(seen & _tests(folders, row.pair))
     print(_table(rows), flush=True)
-    advice = [f"{row.pair}: {words}" for row in rows for words in _advice(row)]
+    advice = [f"{row.pair}: {words}" for row in rows for words in _advice(row, dataset)]
     for line in advice[:_SHOWN]:
         warn(line)
     if len(advice) > _SHOWN:
@@ -151,12 +151,14 @@ def _table(rows: list[Row]) -> str:
     return tabulate(body, header, tablefmt="pipe", colalign=alignment, disable_numparse=True)
 
 
-def _advice(row: Row) -> Iterator[str]:
+def _advice(row: Row, dataset: Dataset) -> Iterator[str]:
     """The problems of a pair, with the settings that solve them."""
     counts, kept = row.counts, row.counts["kept"]
     if sides := ", ".join(f"{row.leaked[side]:,} {side}" for side in SIDES if row.leaked[side]):
         leaked = f"of the test set, {sides} are in the training text: scores will be too good"
-        setting = "`clean: {overlap: drop}`, or `raw: {split: hash}` for text that is split here"
+        setting = "`clean: {overlap: drop}`"
+        if dataset.raw.get("split") != "hash":
+            setting += ", or `raw: {split: hash}` for text that is split here"
         yield f"{leaked}; set {setting}"
     if elsewhere := row.leaked["other pairs"]:
         leaked = f"{elsewhere:,} sentences of the test set are in the training text of other pairs"
