@@ -174,7 +174,7 @@ function showLegend(most) {
     const level = most > 1 ? Math.round((index / (most - 1)) * 4) : 0;
     return element("span", { className: `swatch level-${level}`, textContent: index + 1 });
   });
-  part("legend").replaceChildren("Strata asked for:", ...swatches, "Point at a token or tap it for its experts.");
+  part("legend").replaceChildren("Requested capacity:", ...swatches, "Point at a token or tap it for its experts.");
 }
 
 function chooser(side, words, layers) {
@@ -227,7 +227,7 @@ function followLink() {
       return;
     }
   }
-  showError(`The link asks for ${direction}, which is no direction of this model.`);
+  showError(`The link's direction is ${direction}, which this model does not translate.`);
 }
 
 function listen() {
