@@ -296,7 +296,11 @@ def test_a_block_that_was_made_on_the_meta_device(assign):
 
 
 def test_sizes_that_cannot_be_are_named():
-    for sizes, name in (((0, 4), "embed_dim"), ((4, -1), "ffn_embed_dim")):
+    for sizes, name in (
+        ((0, 4), "embed_dim"),
+        ((4, -1), "ffn_embed_dim"),
+        ((4 / 2, 4), "embed_dim"),
+    ):
         with pytest.raises(ValueError, match=f"^{name} {min(sizes)}"):
             StratifiedMoE(*sizes)
 

@@ -8,6 +8,7 @@ Shapes: T tokens, D embedding, F feed-forward, E experts, K choices per token, L
 """
 
 from functools import partial
+from numbers import Integral
 
 import torch
 import torch.nn.functional as F
@@ -58,7 +59,7 @@ class StratifiedMoE(nn.Module):
     ):
         super().__init__()
         for name, size in (("embed_dim", embed_dim), ("ffn_embed_dim", ffn_embed_dim)):
-            if size < 1:
+            if not isinstance(size, Integral) or size < 1:
                 raise ValueError(f"{name} {size}: expected a whole number of at least 1")
         config = MoEConfig(strata, **options)
         self.config = config
