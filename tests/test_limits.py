@@ -172,7 +172,9 @@ def test_a_dictionary_of_fewer_words_is_named(recorded, tmp_path):
         (tmp_path / "run" / name).write_text("a 1\n")
     with pytest.raises(SystemExit) as error:
         main(["translate", str(recorded), "--data", str(tmp_path / "run")])
-    assert "tokens in encoder.embed_tokens.weight, and this model 5" in str(error.value)
+    words = f"{len(weights_of(recorded)['model']['encoder.embed_tokens.weight'])}"
+    for named in (str(tmp_path / "run/dict.src.txt"), " 5 tokens", words, "--data"):
+        assert named in str(error.value)
 
 
 @pytest.mark.parametrize(

@@ -220,16 +220,20 @@ def test_other_requests_are_refused(server):
         assert (found, sentence in json.loads(content)["error"]) == (status, True), content
     for host in ("localhost", "127.0.0.1:1", "[::1]:8000", "LOCALHOST"):
         assert server.request("GET", "/health", None, {"Host": host})[0] == 200
+    assert server.request("GET", f"{server.url}/health")[0] == 200
 
 
-def test_a_request_with_two_lengths_ends_its_connection(server):
+@pytest.mark.parametrize("length", [5, -1])
+def test_a_request_with_two_lengths_or_none_ends_its_connection(server, length):
     """To a proxy before the server, what follows may be no request (RFC 9112, 6.1)."""
     request = "POST /translate HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n"
-    request += "Content-Length: 5\r\n\r\n0\r\n\r\nGET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    request += f"Content-Length: {length}\r\n\r\n0\r\n\r\n"
+    request += "GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
     with socket.create_connection(("127.0.0.1", server.port), timeout=60) as connection:
         connection.sendall(request.encode())
         answer = b"".join(iter(lambda: connection.recv(1 << 16), b""))
     assert answer.startswith(b"HTTP/1.1 400 ") and answer.count(b"HTTP/1.1") == 1
+    assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]
 
 
 def test_a_long_text_is_refused_before_it_is_divided_into_subwords(server):

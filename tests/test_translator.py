@@ -64,6 +64,8 @@ def test_from_another_folder_and_by_a_file(prepared, tmp_path, monkeypatch):
 
 
 def test_with_all_that_it_needs_in_one_folder(prepared, tmp_path, monkeypatch):
+    tmp_path = tmp_path / "12:30"  # fairseq separates paths by colons
+    tmp_path.mkdir()
     monkeypatch.chdir(tmp_path)
     run_, data = prepared / "runs/tiny/smoe-2-2", prepared / "data/tiny/bin"
     for file in (run_ / "checkpoint_best.pt", data / "spm.model", *data.glob("dict.*.txt")):
@@ -118,6 +120,7 @@ def test_what_a_program_gives_is_looked_at(model):
         ({"beam": 2.0}, "beam"),
         ({"lenpen": None}, "lenpen"),
         ({"prefix": ["1"]}, "prefix"),
+        ({"prefix": "\u4e2d"}, "--prefix '\u4e2d'"),
         ({"temperature": 0}, "--temperature 0"),
         ({"nbest": 9}, "--nbest 9"),
         ({"sampling_topk": 5}, "--sampling-topk 5"),

@@ -113,6 +113,16 @@ def name_dictionary(original, cls, f):
         return loaded
 
 
+# Takes a path with a colon as one path if it exists.
+#
+# For fairseq 0.12.2 on any Python, which would read the parts around the colon as several paths.
+
+
+@patches("fairseq.utils:split_paths")
+def keep_existing_path(original, paths, *separator):
+    return [paths] if os.path.exists(paths) else original(paths, *separator)
+
+
 # Gives fairseq's modules functions that newer libraries lack, without changing the libraries.
 #
 # For fairseq 0.12.2 and bitarray 3, whose ``util.rindex`` is a method now (``--dataset-impl huffman``), and

@@ -259,9 +259,11 @@ def check_checkpoint(model, state_dict) -> None:
     for name in (n for n in own if n.endswith("embed_tokens.weight")):
         shape, loaded_shape = own[name], loaded.get(name, ())
         if loaded_shape[1:] == shape[1:] and loaded_shape != shape:
+            side = model.get_submodule(name.removesuffix(".embed_tokens.weight"))
+            file = getattr(side.dictionary, "read_from", "the dictionary")
             raise UsageError(
-                f"the checkpoint has {loaded_shape[0]} tokens in {name}, and this model {shape[0]}: use the "
-                "checkpoint's dictionary"
+                f"{file} makes {shape[0]} tokens, and the checkpoint has {loaded_shape[0]} in {name}: "
+                "expected the folder of its dictionaries (DATA, or --data)"
             )
     name = next(n for n in sorted({**own, **loaded}) if own.get(n) != loaded.get(n))
     raise UsageError(

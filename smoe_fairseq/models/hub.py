@@ -57,7 +57,7 @@ def data_of(checkpoint: Path, saved: str, data: Path | str | None = None) -> str
     folder = checkpoint.resolve().parent
     if _has_dictionaries(folder):
         return str(folder)
-    for part in split_paths(saved)[:1]:
+    for part in dict.fromkeys([saved, split_paths(saved)[0]]):  # it may have a colon
         for place in (*(above / part for above in folder.parents), Path(part)):
             if _has_dictionaries(place):
                 return str(place)

@@ -81,6 +81,7 @@ class Guard:
                 message["headers"] = [*message.get("headers", ()), *added]
             await send(message)
 
+        scope["path"] = re.sub(r"^http://[^/]*", "", scope["path"])  # a proxy's requests have it
         headers = Request(scope).headers
         match = _HOST.fullmatch(headers.get("host", ""))
         host = (match[1] or match[2] or "").lower() if match else ""
@@ -367,18 +368,29 @@ class IdleTimeoutProtocol(H11Protocol):
         """Whether the connection stays open."""
         cycle = self.cycle
         waits = cycle is not None and not cycle.more_body and not cycle.response_complete
-        if not waits or self.conn.their_http_version != b"1.1":  # 1.0 has no interim responses
-            return False
-        cycle.keep_alive = False
-        self._probe(cycle)
-        return True
+        if waits:
+            cycle.keep_alive = False
+            if self.conn.their_http_version == b"1.1":  # 1.0 has no interim responses
+                self.loop.call_later(PROBE_SECONDS, self._probe, cycle)
+        return waits
 
     def _probe(self, cycle) -> None:
-        """Send interim responses: a client that has gone resets the connection, so the next one fails."""
+        """Send interim responses: a client that has gone resets the connection, so the next one fails.
+
+        Clients skip 100; Python's takes any other status for the final one.
+        """
         if not cycle.response_started and not self.transport.is_closing():
-            interim = h11.InformationalResponse(status_code=102, headers=[], reason="Processing")
+            interim = h11.InformationalResponse(status_code=100, headers=[], reason="Continue")
             self.transport.write(self.conn.send(interim))
             self.loop.call_later(PROBE_SECONDS, self._probe, cycle)
+
+    def send_400_response(self, msg: str) -> None:
+        """As uvicorn's, but for JSON."""
+        answer = refusal(400, msg, Connection="close", **HEADERS)
+        response = h11.Response(status_code=400, headers=answer.raw_headers)
+        for event in (response, h11.Data(data=answer.body), h11.EndOfMessage()):
+            self.transport.write(self.conn.send(event))
+        self.transport.close()
 
     def connection_made(self, transport) -> None:
         super().connection_made(transport)

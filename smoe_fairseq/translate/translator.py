@@ -251,10 +251,17 @@ class Readout:
         """``(B, P)``: first tokens of each translation; ``text`` only if it begins that of a whole text.
 
         None if the task determines them.
+
+        Raises:
+            UsageError: the model lacks a token of ``text``.
         """
         if not text or not any(begins_B):
             return None
         ids = encoded(self.translator, text, self.target).tolist()[:-1]
+        if self.target.unk() in ids:
+            raise UsageError(
+                f"--prefix {text!r}: expected text without characters that the model lacks"
+            )
         free = [self.target.pad()] * len(ids)
         return torch.tensor([self.forced + (ids if begins else free) for begins in begins_B])
 
