@@ -2,10 +2,12 @@
 
 import copy
 import math
+import multiprocessing
 import os
 import pickle
 import re
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -91,6 +93,25 @@ def test_with_all_that_it_needs_in_one_folder(prepared, tmp_path, monkeypatch):
         SMoETransformerModel.from_pretrained(tmp_path)
     elsewhere = SMoETransformerModel.from_pretrained(tmp_path, data_name_or_path=data, **direction)
     assert elsewhere.translate(text, **SEARCH) == expected
+
+
+def test_a_forked_process_translates_on_one_thread(model):
+    """It would wait forever for its parent's other threads."""
+
+    def translate():
+        model.translate(["1 2"], source_lang="fr", **SEARCH)
+        sys.exit(torch.get_num_threads())
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    process = multiprocessing.get_context("fork").Process(target=translate)
+    try:
+        process.start()
+        process.join(120)
+        assert process.exitcode == 1
+    finally:
+        process.kill()
+        torch.set_num_threads(before)
 
 
 def test_directions(model):

@@ -7,8 +7,10 @@ import re
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
+import torch
 from fairseq import checkpoint_utils
 from fairseq.data.encoders.sentencepiece_bpe import SentencepieceBPE, SentencepieceConfig
 from fairseq.dataclass.utils import overwrite_args_by_name
@@ -178,6 +180,8 @@ class TrainedModel(GeneratorHubInterface):
         with knowing_direction(data, "source_lang and target_lang"):
             load, files = checkpoint_utils.load_model_ensemble_and_task, [str(checkpoint)]
             models, cfg, task = load(files, state=state)
+        # OpenMP would wait forever for the threads of the parent, which a forked process lacks.
+        os.register_at_fork(after_in_child=partial(torch.set_num_threads, 1))
         subwords = checked_subwords(data, task.source_dictionary, cfg.bpe is None)
         return cls(cfg, task, models, subwords)
 
