@@ -127,6 +127,8 @@ def test_logits_and_translations_are_fairseqs(trained, tmp_path, system):
     _, model, tokenizer = both(path, folder)
     found = [translate(model, tokenizer, line) for line in TRANSLATED]
     assert found == read_json("translations")[system]["smoe translate"]
+    ids = tokenizer(TRANSLATED[0], return_tensors="pt")
+    assert model.generate(**ids, max_length=4).shape[1] <= 4
 
 
 def translate(model, tokenizer, *text: str, **options) -> str:
@@ -144,6 +146,9 @@ def test_the_cache_gives_the_logits_of_a_whole_pass(exported):
     source, given = batch(model.config.vocab_size)
     given[given == 1] = 5
     expected = model(source, source != 1, given).logits
+    for inputs, name in (({"labels": given}, "input_ids"), ({"input_ids": source}, "labels")):
+        with pytest.raises(ValueError, match=name):
+            model(**inputs)
     for width in (1, 2):
         cache, found = None, []
         for start in range(0, given.shape[1], width):

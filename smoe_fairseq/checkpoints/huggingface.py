@@ -31,7 +31,7 @@ SEARCH = {  # the defaults of `smoe translate`
     "early_stopping": True,
     "length_penalty": 1.0,
     "min_new_tokens": 1,
-    "max_new_tokens": 201,
+    "max_length": 202,  # with the first token and the end of sentence
 }
 
 
@@ -62,7 +62,7 @@ def write_huggingface(run: Path, output: Path, force: bool, half: bool, data: Pa
     search |= {f"{n}_token_id": getattr(config, f"{n}_token_id") for n in ("bos", "eos", "pad")}
     search["decoder_start_token_id"] = config.decoder_start_token_id
     search["forced_eos_token_id"] = config.eos_token_id  # at the maximum length
-    search["max_new_tokens"] = min(search["max_new_tokens"], config.max_target_positions - 1)
+    search["max_length"] = min(search["max_length"], config.max_target_positions)
     with whole_folder(output, force, f"--output {output}") as partial:
         save_tensors(tensors, str(partial / WEIGHTS))
         config.save_pretrained(partial)
