@@ -165,6 +165,8 @@ def test_compiles_for_batches_of_any_length():
         x = torch.randn(tokens, D)
         (y, _), (expected, _) = compiled(x), block(x)
         torch.testing.assert_close(y, expected)
+    with pytest.raises(RuntimeError, match=r"torch\.export"), torch.no_grad():
+        torch.jit.trace(block.eval(), (x,))
 
 
 @needs_grouped_mm

@@ -152,11 +152,14 @@ class StratifiedMoE(nn.Module):
 
         Raises:
             ValueError: ``padding_mask`` has another shape or type.
+            RuntimeError: within `torch.jit.trace`.
 
         Returns:
             ``y`` that replaces ``x`` (residual included; padding is unchanged), and the statistics; None
             without ``with_stats``, unless ``gate_residual="layers"``.
         """
+        if not torch.compiler.is_compiling() and torch.jit.is_tracing():
+            raise RuntimeError("torch.jit.trace records the routing of one input: use torch.export")
         if padding_mask is not None and (
             padding_mask.shape != x.shape[:-1] or padding_mask.dtype != torch.bool
         ):

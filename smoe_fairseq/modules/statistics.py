@@ -20,7 +20,8 @@ from smoe_fairseq.modules.strata import Strata
 class RoutingStats(NamedTuple):
     """Statistics of one pass through a block, without padding.
 
-    A flat tuple of tensors or None, which activation checkpointing can pass on with gradients.
+    A flat tuple of tensors or None, which activation checkpointing can pass on with gradients
+    (torch's only with ``use_reentrant=False``).
     """
 
     balance_loss: Tensor  # scalar, mean over the gates, without alpha
