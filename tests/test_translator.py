@@ -1,6 +1,7 @@
 """`SMoETransformerModel.from_pretrained(RUN).translate([...])` and what needs no flag with a checkpoint."""
 
 import copy
+import importlib.util
 import math
 import multiprocessing
 import os
@@ -76,6 +77,9 @@ def test_with_all_that_it_needs_in_one_folder(prepared, tmp_path, monkeypatch):
     direction = {"source_lang": "en", "target_lang": "fr"}
     loaded = SMoETransformerModel.from_pretrained(str(tmp_path), **direction)
     assert loaded.translate(text, **SEARCH) == expected
+    if importlib.util.find_spec("transformers"):
+        run("smoe", "export", tmp_path, "--to", "huggingface", "--output", tmp_path / "model")
+        assert (tmp_path / "model/spm.model").exists()
 
     (tmp_path / "other.txt").write_text("zyx wvu tsr qpo nml kji\n" * 20)
     other = ["--vocab-size", 30, "--output", tmp_path / "other"]
@@ -144,6 +148,7 @@ def test_what_a_program_gives_is_looked_at(model):
         ({"prefix": "\u4e2d"}, "--prefix '\u4e2d'"),
         ({"temperature": 0}, "--temperature 0"),
         ({"nbest": 9}, "--nbest 9"),
+        ({"prefix": "1", "diverse_beam_groups": 2}, "prefix"),
         ({"sampling_topk": 5}, "--sampling-topk 5"),
         ({"sentences": ["a \ud800 b"]}, r"\\ud800"),
         ({"sentences": [None]}, "None"),

@@ -180,7 +180,7 @@ def _tokenizer_of(path: Path, state: Mapping, task, config, folder: Path):
             (folder / file).write_text(content, "utf-8")
             files[name] = folder / file
     args = getattr(task, "args", None)
-    data = str((args or task.cfg).data).split(":")[0]
+    data = str((args or task.cfg).data)
     if subwords := hub.checked_subwords(data, task.source_dictionary):
         (folder / "spm.model").write_bytes(read_plain(subwords))
         files["sp_model_file"] = folder / "spm.model"

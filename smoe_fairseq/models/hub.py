@@ -293,6 +293,11 @@ class Translator(TrainedModel):
         direction = {"source_lang": source_lang, "target_lang": target_lang}
         if verbose or options.keys() - self._defaults().keys():
             self._check_options(options)
+            known = set(_names_of(self.cfg.generation))
+            if unused := [*sorted(options.keys() - known), *["int8"] * int8]:
+                raise UsageError(
+                    f"{unused[0]}: expected it without verbose and options of fairseq alone"
+                )
             beam = beam or self.cfg.generation.beam
             return super().translate(list(sentences), beam, verbose, **direction, **options)
         results = self.translations(sentences, beam, **direction, int8=int8, **options)
