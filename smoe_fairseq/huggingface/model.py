@@ -336,13 +336,8 @@ class Side(nn.Module):
     def embed(self, ids_BT: Tensor | None, embeds: Tensor | None) -> Tensor:
         """``(B, T, D)``, scaled, without positions."""
         if (ids_BT is None) == (embeds is None):
-            decoder = isinstance(self, Decoder)
-            names = (
-                "decoder_input_ids, decoder_inputs_embeds"
-                if decoder
-                else "input_ids, inputs_embeds"
-            )
-            raise ValueError(f"expected one of {names}{', labels' * decoder}")
+            prefix, labels = ("decoder_", ", labels") if isinstance(self, Decoder) else ("", "")
+            raise ValueError(f"expected one of {prefix}input_ids, {prefix}inputs_embeds{labels}")
         return self.embed_tokens(ids_BT) if embeds is None else embeds
 
     def add_positions(self, x: Tensor, padding_BT: Tensor, past: int) -> Tensor:
