@@ -15,6 +15,7 @@ from smoe_fairseq.compat.replacing import replaces
 from smoe_fairseq.compat.safe_load import (
     InaccessibleCheckpoint,
     check_content,
+    evaluate,
     is_archive,
     reading,
 )
@@ -265,9 +266,13 @@ def compare_when_loaded(original, *arguments, **options):
     ]
     contents = [bound["state"] or content_of(path) for path in paths]
     others = other_flags(contents[0], bound["task"])
-    if contents[0] and bound["task"] is not None:  # from a command's --model-overrides
+    overrides = bound["arg_overrides"] or {}
+    # fairseq-validate overrides settings by all its flags; other commands by --model-overrides alone.
+    if bound["task"] is None:
+        overrides = evaluate(overrides.get("model_overrides") or "{}")
+    if contents[0]:
         saved = contents[0].get("cfg") or {"args": contents[0].get("args")}
-        check_names(saved, bound["arg_overrides"] or {}, "--model-overrides ")
+        check_names(saved, overrides, "--model-overrides ")
     message = f"{paths[0]}: its training had {' '.join(others.values())}; expected the same here"
     if others.keys() & LANGUAGE_TOKENS:
         raise UsageError(message)

@@ -206,7 +206,9 @@ def check_names(config: Mapping, overrides: Mapping, flag: str = "") -> None:
     known = {name for part in config.values() if part is not None for name in _names_of(part)}
     for name in overrides:
         if name not in known:
-            raise UsageError(f"{flag}{name}: unknown setting; expected one of fairseq or the model")
+            raise UsageError(
+                f"{flag}{name}: unknown setting; expected one of the checkpoint's config"
+            )
 
 
 def _names_of(part) -> Iterable[str]:
