@@ -73,7 +73,8 @@ def quiet_hydra(original, args):
 
 # Lets ``--user-dir`` name a link to this package.
 #
-# For fairseq 0.12.2 on any Python, which would import the package twice and cannot register a model twice.
+# For fairseq 0.12.2 on any Python, which would import the package twice and cannot register a model twice. A
+# renamed copy, or another plugin that registers an existing name, is refused by a sentence with its folder.
 
 
 @patches("fairseq.utils:import_user_module")
@@ -81,7 +82,15 @@ def import_by_own_name(original, args):
     folder, package = getattr(args, "user_dir", None), os.path.dirname(os.path.dirname(__file__))
     if folder and os.path.exists(folder) and os.path.samefile(folder, package):
         args = Namespace(user_dir=package)
-    original(args)
+    try:
+        original(args)
+    except ValueError as error:
+        if "duplicate" not in str(error):  # fairseq's words
+            raise
+        raise UsageError(
+            f"--user-dir {folder}: {error}, which fairseq or another plugin has; expected names of its "
+            "own (to change smoe_fairseq itself, install a checkout by pip install -e)"
+        ) from None
 
 
 # Lets ``fairseq-hydra-train common.user_dir=... model=...`` select models and criteria of a plugin.
@@ -207,7 +216,7 @@ def use_task_of_checkpoint(original, parser, input_args=None, *others, **options
     args, _ = early.parse_known_args(input_args)
     import_user_module(args)
     _set_task(parser, args)
-    _check_arch(args.arch)
+    _check_arch(args.arch, args.task or parser.get_default("task"))
     return original(parser, input_args, *others, **options)
 
 
@@ -222,10 +231,13 @@ _OURS = "smoe_"
 
 
 @patches("fairseq.models:build_model")
-def name_unknown_model(original, cfg, *others, **options):
-    if message := _model_error(getattr(cfg, "_name", None) or getattr(cfg, "arch", None)):
+def name_unknown_model(original, cfg, task, from_checkpoint=False):
+    name = getattr(cfg, "_name", None) or getattr(cfg, "arch", None)
+    if message := _model_error(name):
         raise UsageError(message)
-    return original(cfg, *others, **options)
+    if not from_checkpoint:
+        _check_pair(name, type(task))
+    return original(cfg, task, from_checkpoint)
 
 
 @patches("fairseq.tasks:setup_task")
@@ -238,14 +250,42 @@ def name_unknown_task(original, cfg, **options):
     return original(cfg, **options)
 
 
-def _check_arch(arch: str | None) -> None:
+_TASKS = {  # kind of model: tasks that train only this kind
+    "FairseqEncoderDecoderModel": ("translation", "translation_multi_simple_epoch"),
+    "FairseqEncoderModel": ("masked_lm",),
+    "FairseqLanguageModel": ("language_modeling",),
+    "FairseqMultiModel": ("multilingual_translation",),
+}
+
+
+def _check_pair(arch: str | None, task: type | None) -> None:
+    """Raise UsageError if a model and a task of fairseq or this package are of different kinds."""
+    from fairseq import models, tasks
+
+    model = models.ARCH_MODEL_REGISTRY.get(arch) or models.MODEL_REGISTRY.get(arch)
+    packages = {getattr(each, "__module__", "").partition(".")[0] for each in (model, task)}
+    if not packages <= {"fairseq", "smoe_fairseq"}:
+        return
+    classes = {names: tuple(map(tasks.TASK_REGISTRY.get, names)) for names in _TASKS.values()}
+    fitting = next((n for k, n in _TASKS.items() if issubclass(model, getattr(models, k))), None)
+    requested = next((names for names in classes if issubclass(task, classes[names])), None)
+    if fitting and requested and fitting != requested:
+        fitting, requested = map(" or ".join, (fitting, requested))
+        raise UsageError(
+            f"--arch {arch}: expected --task {fitting}, or a model for --task {requested}"
+        )
+
+
+def _check_arch(arch: str | None, task: str | None) -> None:
     """For ``fairseq-train --arch``: fairseq's message lists some two hundred names."""
     from fairseq.models import ARCH_MODEL_REGISTRY
+    from fairseq.tasks import TASK_REGISTRY
 
     if message := _model_error(arch):
         near = nearest(arch, ARCH_MODEL_REGISTRY, cutoff=0)
         lacks_ours = arch.startswith(_OURS) and not near.startswith(_OURS)
         raise UsageError(f"--arch {arch}: {message if lacks_ours else f'did you mean {near}?'}")
+    _check_pair(arch, TASK_REGISTRY.get(task))
 
 
 def _model_error(name: str | None) -> str | None:

@@ -78,22 +78,15 @@ def check_config(config: DecoderOptions, task) -> None:
 
 
 def check_translation(config: SMoETransformerConfig, task) -> None:
-    """Raise ValueError if the task is no translation, or embeddings of different words would be shared."""
-    _check_has_source(task)
+    """Raise ValueError if embeddings of different words would be shared."""
     if config.share_all_embeddings and task.source_dictionary != task.target_dictionary:
         raise ValueError(
             "--share-all-embeddings: expected --joined-dictionary data, or --no-share-all-embeddings"
         )
 
 
-def _check_has_source(task) -> None:
-    if hasattr(task, "targets"):
-        raise ValueError("--task language_modeling: expected it with --arch smoe_transformer_lm")
-
-
 def check_language_pairs(config: SMoEMultilingualTransformerConfig, task) -> None:
     """Raise ValueError if a model per language pair does not fit the task or an option."""
-    _check_has_source(task)
     pairs = getattr(task, "model_lang_pairs", None)
     if pairs is None:
         raise ValueError(
