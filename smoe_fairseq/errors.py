@@ -188,6 +188,7 @@ def end_parsing(parser: ArgumentParser, message: str) -> NoReturn:
     for word in message.split() if message.startswith("unrecognized") else ():
         near = nearest(word.partition("=")[0], flags) if word.startswith("--") else None
         message += f"; did you mean {near}?" if near else ""
+    message = re.sub(r"^argument \S+: (?=--)", "", message)  # that names its flag itself
     help_ = f"{parser.prog} --help lists all flags"
     parser.exit(2, f"{parser.prog}: error: {printable(message)}; {help_}\n")
 

@@ -158,3 +158,4 @@ def test_numbers_that_are_none_end_in_one_sentence(small_corpus, tmp_path):
     process = train(small_corpus, tmp_path, "--lr", 1e30, "--max-update", 5, check=False)
     refused(process, "--lr")
     assert "NaN detected in output of encoder" in process.stdout
+    assert "gradients: " not in process.stdout

@@ -64,12 +64,18 @@ def skip_overflow_on_cpu(original, *arguments, **options):
 #
 # For fairseq 0.12.2 on any torch. If a gradient is NaN, it repeats the batch with hooks on every module.
 # Its backward hooks, of a deprecated kind, raise StopIteration for an encoder, whose output is a dictionary
-# of lists, and so hide the cause. Forward hooks find the module as well.
+# of lists, and so hide the cause. Forward hooks find the module as well. The log contains the norms of the
+# gradients, but not the gradients: these are hundreds of lines, which would hide the module's.
 
 
 @patches("fairseq.nan_detector:NanDetector.add_hooks")
 def hook_forward_only(_, detector, module):
     detector.fhooks.append(module.register_forward_hook(detector.fhook_fn))
+
+
+@patches("fairseq.nan_detector")
+def leave_out_gradients(nan_detector):
+    nan_detector.logger.addFilter(lambda record: not record.getMessage().startswith("gradients: "))
 
 
 # Recomputes checkpointed activations in their original types.

@@ -8,12 +8,13 @@ import ast
 import os
 import pickle
 import re
+import sys
 import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from numbers import Real
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 from smoe_fairseq.errors import UsageError, naming_file
 from smoe_fairseq.files import check_plain, rank_files
@@ -191,7 +192,8 @@ def check_sums(path: Path | str) -> None:
 # config, and fairseq passes some of its strings to ``eval``: layers of convolutional models,
 # ``adaptive_softmax_cutoff``, Adam's betas and two dozen more. So a file could run any program. Here each
 # module of fairseq gets another ``eval``, which supports the values of these settings: literals, and sums and
-# repetitions of lists such as fairseq's ``[(512, 3)] * 20``.
+# repetitions of lists such as fairseq's ``[(512, 3)] * 20``. It also replaces ``ast.literal_eval``, whose
+# SyntaxError (``--lr 0,002``) argparse does not handle.
 
 
 MAX_ENTRIES = 10_000  # of a list that is a sum or repetition, so that it cannot fill the memory
@@ -201,13 +203,19 @@ MAX_ENTRIES = 10_000  # of a list that is a sum or repetition, so that it cannot
 @patches("fairseq_cli.*")
 def evaluate_literals_only(module: ModuleType) -> None:
     module.eval = evaluate
+    if hasattr(module, "ast"):
+        module.ast = SimpleNamespace(literal_eval=evaluate)
+
+
+class NoLiteral(ValueError, argparse.ArgumentTypeError):
+    """A text is not a literal; a ValueError whose message argparse prints."""
 
 
 def evaluate(source, /):
     """``eval`` for literals, and for sums and repetitions of lists and tuples of them.
 
     Raises:
-        ValueError: it is anything else.
+        NoLiteral: it is anything else; the message names the flag with this value, if there is one.
         TypeError: it is not a string; ``eval`` raises this too, and fairseq relies on it.
     """
     if not isinstance(source, str):
@@ -215,9 +223,11 @@ def evaluate(source, /):
     try:
         return _value(ast.parse(source.strip(), mode="eval").body)
     except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
-        raise ValueError(
-            f"{source:.60}: expected a literal, such as (0.9, 0.98) or [(512, 3)] * 20; other expressions "
-            "are not executed"
+        words = [part for word in sys.argv for part in word.split("=", 1)]
+        flags = [w for w, value in zip(words, words[1:]) if value == source and w.startswith("--")]
+        raise NoLiteral(
+            f"{' '.join([*flags[:1], source[:60]])}: expected a literal, such as 0.5, (0.9, 0.98) or "
+            "[(512, 3)] * 20; other expressions are not executed"
         ) from None
 
 
