@@ -140,11 +140,13 @@ def test_training_does_not_go_on_from_what_it_cannot(small_corpus, sparse, tmp_p
     assert file.read_bytes() == before and len(list(tmp_path.glob("*.pt"))) == 1
 
 
-def test_a_position_that_the_data_do_not_have_is_named(small_corpus, sparse, tmp_path):
+@pytest.mark.parametrize("position, sentences", [(10**9, 50), (1, 49)])
+def test_a_position_in_other_data_is_named(small_corpus, sparse, tmp_path, position, sentences):
+    other = {"iterations_in_epoch": position, "sentences": sentences}
     file = changed(
         sparse,
         tmp_path / "checkpoint_last.pt",
-        lambda state: state["extra_state"]["train_iterator"].update(iterations_in_epoch=10**9),
+        lambda state: state["extra_state"]["train_iterator"].update(other),
     )
     result = train_smoe(small_corpus, tmp_path, "--max-update", 9, check=False)
     refused(result, "--reset-dataloader")

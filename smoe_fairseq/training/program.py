@@ -16,7 +16,7 @@ PROGRAM = "fairseq_cli.train"
 # rank, so it would repeat or skip a part of the epoch. Here batches of all ranks are counted. If the epoch
 # has another number of batches now, since the batch size has changed, the position is scaled.
 
-RANKS, BATCHES = "ranks", "batches"  # keys in addition to fairseq's
+RANKS, BATCHES, SENTENCES = "ranks", "batches", "sentences"  # keys in addition to fairseq's
 
 
 @replaces("fairseq.data.iterators:EpochBatchIterator.state_dict")
@@ -24,13 +24,20 @@ def state_of_all_ranks(original, epochs):
     state = original(epochs)
     if isinstance(epochs, GroupedEpochBatchIterator):  # several data sets, in speech tasks
         return state
-    return {**state, RANKS: epochs.num_shards, BATCHES: len(epochs.frozen_batches)}
+    now = {RANKS: epochs.num_shards, BATCHES: len(epochs.frozen_batches)}
+    return {**state, **now, SENTENCES: len(epochs.dataset)}
 
 
 @replaces("fairseq.data.iterators:EpochBatchIterator.load_state_dict")
 def resume_on_any_ranks(original, epochs, state):
     position = state.get("iterations_in_epoch", 0)
     if position and RANKS in state:  # earlier checkpoints lack it
+        before, found = state.get(SENTENCES), len(epochs.dataset)
+        if before not in (None, found):
+            raise UsageError(
+                f"the training data has {found} sentences, and had {before} when the checkpoint was saved "
+                "within its epoch: expected the same data, or --reset-dataloader to begin anew with these"
+            )
         epochs.epoch = state["epoch"]
         now = len(epochs.frozen_batches)
         if (epochs.num_shards, now) != (state[RANKS], state[BATCHES]):
