@@ -91,6 +91,25 @@ def rank_files(path: Path | str, suffix: str = "") -> dict[int, Path]:
     return dict(sorted(by_rank.items()))
 
 
+def newest_checkpoint(folder: Path) -> Path | None:
+    """The newest checkpoint, unless there is a ``checkpoint_last.pt``; None without any.
+
+    Without that, training would start anew and replace the checkpoint. Names are
+    ``checkpointEPOCH.pt``, at the epoch's end, and ``checkpoint_EPOCH_UPDATES.pt`` within it.
+    """
+    checkpoints = {}
+    for file in folder.glob("checkpoint*.pt"):
+        name = re.fullmatch(
+            r"(checkpoint(?:_(last|best)|_?(\d+)(?:_(\d+))?))(-\w+-?\d+)*\.pt", file.name
+        )
+        if name and name[2] == "last":
+            return None
+        if name:
+            order = (int(name[3] or 0), float(name[4] or "inf"), file.stat().st_mtime)
+            checkpoints[order] = folder / f"{name[1]}.pt"
+    return checkpoints[max(checkpoints)] if checkpoints else None
+
+
 @contextmanager
 def whole_files(
     paths: Iterable[Path | str],

@@ -239,6 +239,24 @@ def test_a_missing_file_to_restore_is_a_new_run_unless_it_seems_mistyped(corpus,
     assert (tmp_path / "checkpoint_last.pt").exists() == (name == "x.pt")
 
 
+@pytest.mark.parametrize(
+    "names, newest",
+    [
+        ("checkpoint_last.pt/folder", "checkpoint_last.pt"),
+        ("checkpoint_1_99.pt checkpoint2.pt checkpoint_best.pt", "checkpoint2.pt"),
+        soak("checkpoint_best-rank-0.pt", "checkpoint_best.pt"),
+    ],
+)
+def test_a_new_training_replaces_no_checkpoints(corpus, tmp_path, names, newest):
+    files = [tmp_path / name for name in names.split()]
+    for file in files:
+        file.parent.mkdir(exist_ok=True)
+        file.touch()
+    result = run("fairseq-train", corpus, "--save-dir", tmp_path, *TINY, check=False)
+    refused(result, tmp_path / newest)
+    assert sorted(path for path in tmp_path.rglob("*") if path.is_file()) == files
+
+
 # The right fairseq, or one sentence
 
 

@@ -18,6 +18,9 @@ REFUSED = """
     --update-freq 1,-1
     --update-freq []
     --lr []
+    --optimizer adamax --adamax-betas 5
+    --optimizer-overrides 3
+    --eval-bleu-args [1]
     --distributed-world-size 0
     --max-tokens -1
     --max-update -1
@@ -28,8 +31,10 @@ REFUSED = """
     --finetune-from-model .
     --best-checkpoint-metric bleu
     --arch transfomer
+    --arch transformer_lm
+    --task multilingual_translation
 """  # by the table of bounds
-BAD = {line.strip(): line.split()[0] for line in REFUSED.strip().splitlines()}
+BAD = {line.strip(): line.split()[-2] for line in REFUSED.strip().splitlines()}
 if not torch.cuda.device_count():  # of which fairseq starts a process each
     BAD["--distributed-init-method tcp://127.0.0.1:1"] = "--distributed-init-method"
 BAD |= {  # by the words of what fairseq raises, in one line
@@ -56,9 +61,17 @@ def test_a_bad_value_is_named(corpus, tmp_path, given):
     assert not list((tmp_path / "run").glob("*.pt"))
 
 
-def test_a_mistyped_flag_names_the_nearest(corpus):
-    result = run("fairseq-train", corpus, *TINY, "--encoder-layer", 1, check=False)
-    assert result.returncode == 2 and "--encoder-layers" in result.stdout.splitlines()[-1]
+@pytest.mark.parametrize(
+    "given, named",
+    [
+        ("--encoder-layer 1", "--encoder-layers"),
+        ("--lr 0,002", "--lr 0,002"),
+        soak("--lr x", "--lr"),
+    ],
+)
+def test_a_flag_that_cannot_be_parsed_is_named(corpus, given, named):
+    result = run("fairseq-train", corpus, *TINY, *given.split(), check=False)
+    assert result.returncode == 2 and named in result.stdout.splitlines()[-1]
     assert len(result.stdout) < 500
 
 
@@ -72,16 +85,11 @@ def test_a_mistyped_flag_names_the_nearest(corpus):
     ],
 )
 def test_overrides_that_change_nothing_are_named(corpus, post_norm, given, named):
-    words = [
-        "fairseq-generate",
-        *generation(corpus, post_norm),
-        "--user-dir",
-        PLUGIN,
-        "--model-overrides",
-        given,
-    ]
+    words = [*generation(corpus, post_norm), "--user-dir", PLUGIN, "--model-overrides", given]
     fresh = given == "[1]"  # once as a shell starts it: the patches come while it is being imported
-    refused(run(*words, check=False, fresh=fresh), f"--model-overrides {named}")
+    refused(run("fairseq-generate", *words, check=False, fresh=fresh), f"--model-overrides {named}")
+    words = ["--path", post_norm, *words[words.index("--cpu") :], "--max-tokens", 300]
+    refused(run("fairseq-validate", corpus, *words, check=False), f"--model-overrides {named}")
 
 
 OTHER_CRITERION = "--arch smoe_transformer_tiny --no-share-all-embeddings --smoe-strata 4-4"
@@ -144,6 +152,16 @@ class Mine(LabelSmoothedCrossEntropyCriterion):
     assert result.returncode == 1 and f"{error}: mine" in result.stdout.splitlines()[-1]
     assert ("Traceback" in result.stdout) == (error == "RuntimeError")
     assert log.read_text().count("Traceback (most recent call last)") == 1
+
+
+def test_a_plugin_with_a_name_that_is_taken_is_named(corpus, tmp_path):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine/__init__.py").write_text("""
+from fairseq.models import register_model_architecture
+register_model_architecture("transformer", "transformer")(print)
+""")
+    result = run("fairseq-train", corpus, "--user-dir", tmp_path / "mine", *TINY, check=False)
+    refused(result, f"--user-dir {tmp_path / 'mine'}")
 
 
 def test_a_metric_that_no_log_has_is_not_the_end_of_a_run(corpus, tmp_path):

@@ -4,13 +4,16 @@ For fairseq 0.12.2 on any Python. A negative ``--max-update`` saves an untrained
 never reached, and a mistyped ``--restore-file`` trains from the beginning.
 """
 
+import json
 import logging
 import math
 import os
+from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 
 from smoe_fairseq.errors import UsageError, nearest
-from smoe_fairseq.files import rank_files
+from smoe_fairseq.files import newest_checkpoint, rank_files
 
 from .patches import is_fairseq_command
 from .replacing import patches
@@ -31,6 +34,14 @@ _BOUNDS = {  # lowest and highest values of options, or of the elements if an op
     (-1e6, 1e6): "generation.lenpen generation.unkpen generation.temperature",
     (0, math.inf): "optimization.clip_norm optimization.lr optimization.stop_time_hours "
     "optimizer.adam_eps optimizer.weight_decay",
+}
+_DICTIONARIES = {  # how they are read: an example for a shell, and the options
+    evaluate: (
+        "\"{'name': 0.5}\"",
+        "common_eval.model_overrides checkpoint.optimizer_overrides lr_scheduler.epoch2lr "
+        "lr_scheduler.update2lr",
+    ),
+    json.loads: ("'{\"name\": 0.5}'", "task.eval_bleu_args task.eval_bleu_detok_args"),
 }
 
 
@@ -65,10 +76,9 @@ def check_options(cfg) -> None:
         value = _value(cfg, name)
         values = [value] if isinstance(value, int | float) else value
         if values is not None and not (values and all(lowest <= v <= highest for v in values)):
-            flag = "--" + name.partition(".")[2].replace("_", "-")
             shown = value if values is not value else ",".join(map(str, values)) or "''"
             top = f" and at most {highest}" if values and max(values) > highest else ""
-            raise UsageError(f"{flag} {shown}: expected a number of at least {lowest}{top}")
+            raise UsageError(f"{_flag(name)} {shown}: expected a number of at least {lowest}{top}")
     best, beam = (_value(cfg, f"generation.{name}") for name in ("nbest", "beam"))
     if best is not None and best > beam:
         raise UsageError(f"--nbest {best}: expected at most --beam {beam}")
@@ -77,13 +87,17 @@ def check_options(cfg) -> None:
         raise UsageError(
             f"--context-window {window}: expected less than --tokens-per-sample {sample}"
         )
-    betas = _value(cfg, "optimizer.adam_betas")
-    if betas is not None and not _are_betas(betas):
-        raise UsageError(f"--adam-betas {betas}: expected two numbers below 1, as '(0.9, 0.98)'")
-    overrides = _value(cfg, "common_eval.model_overrides")
-    if isinstance(overrides, str) and not isinstance(_literal(overrides), dict):
-        example = "\"{'smoe_exit_bias': 0.5}\""
-        raise UsageError(f"--model-overrides {overrides}: expected a dictionary, as {example}")
+    for option in ("adam_betas", "adamax_betas", "lamb_betas", "adafactor_eps"):
+        pair = _value(cfg, name := f"optimizer.{option}")
+        if pair is not None and not _is_pair(pair):
+            raise UsageError(
+                f"{_flag(name)} {pair}: expected two numbers below 1, as '(0.9, 0.98)'"
+            )
+    for read, (example, names) in _DICTIONARIES.items():
+        for name in names.split():
+            text = _value(cfg, name)
+            if isinstance(text, str) and not isinstance(_literal(text, read), dict):
+                raise UsageError(f"{_flag(name)} {text}: expected a dictionary, as {example}")
     metric = _value(cfg, "checkpoint.best_checkpoint_metric")
     if metric in ("bleu", "chrf"):
         translates = _value(cfg, "criterion.validate_sentences")
@@ -103,11 +117,29 @@ def check_options(cfg) -> None:
                 raise UsageError(f"--{flag} {start} is a folder: expected a checkpoint in it")
         if rank_files(start := _value(cfg, "checkpoint.finetune_from_model") or ""):
             check_exists(start)
-        last = os.path.join(cfg.checkpoint.save_dir, "checkpoint_last.pt")
+        folder = cfg.checkpoint.save_dir
+        last = os.path.join(folder, "checkpoint_last.pt")
         start = _value(cfg, "checkpoint.continue_once")
         if start and not (os.path.exists(last) or rank_files(last)):
             check_exists(start)
-        _check_restored(_value(cfg, "checkpoint.restore_file"), cfg.checkpoint.save_dir)
+        _check_restored(_value(cfg, "checkpoint.restore_file"), folder)
+        _check_replaced(cfg.checkpoint, Path(folder))
+
+
+def _check_replaced(checkpoint, folder: Path) -> None:
+    """Raise UsageError if training would start anew and replace checkpoints."""
+    for file in folder.glob("checkpoint*.pt"):
+        if not file.is_file():
+            raise UsageError(
+                f"{file} is a folder, or a link to a missing file: expected a checkpoint"
+            )
+    others = (checkpoint.finetune_from_model, checkpoint.continue_once, checkpoint.no_save)
+    if checkpoint.restore_file == "checkpoint_last.pt" and not any(others):
+        if newest := newest_checkpoint(folder):
+            raise UsageError(
+                f"--save-dir {folder} has {newest.name}, which a new training would replace, and no "
+                f"checkpoint_last.pt: expected --restore-file {newest} to resume, or another folder"
+            )
 
 
 def _check_restored(file: str, save_dir: str) -> None:
@@ -135,13 +167,17 @@ def _value(cfg, name: str):
     return getattr(cfg.get(group), option, None)
 
 
-def _literal(value):
+def _flag(name: str) -> str:
+    return "--" + name.partition(".")[2].replace("_", "-")
+
+
+def _literal(value: str, read: Callable = evaluate):
     """The value of a literal; None if the text is not a literal."""
     with suppress(ValueError):
-        return evaluate(value)
+        return read(value)
 
 
-def _are_betas(value) -> bool:
+def _is_pair(value) -> bool:
     try:
         first, second = _literal(value) if isinstance(value, str) else value
         return 0 <= first < 1 and 0 <= second < 1

@@ -1,13 +1,12 @@
 """``scripts/train.sh``: one ``fairseq-train`` command, on all GPUs of this machine by default."""
 
 import os
-import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from smoe_fairseq.errors import UsageError
-from smoe_fairseq.files import open_plain
+from smoe_fairseq.files import newest_checkpoint, open_plain
 from smoe_fairseq.recipes.config import (
     Dataset,
     Flags,
@@ -63,7 +62,7 @@ def train(dataset: Dataset, method: str, flags: Sequence[str], force_resume: boo
     launch, words, notes = plan(dataset, method, flags)
     folder = Path(flag_values(words)["--save-dir"])
     restored = flag_values(flags).keys() & {"--restore-file", "--finetune-from-model"}
-    if not restored and (newest := _newest_checkpoint(folder)):
+    if not restored and (newest := newest_checkpoint(folder)):
         words += ["--restore-file", str(newest)]
         warn(f"{folder} has no checkpoint_last.pt: training goes on from {newest.name}")
     if not any(folder.glob("checkpoint_last*.pt")):  # a resumed run had its forecast earlier
@@ -119,21 +118,6 @@ def plan(
     words += ["--save-dir", str(folder), "--log-file", str(folder / LOG), *extra]
     _check_complete(dataset, words)
     return launch, words, notes
-
-
-def _newest_checkpoint(folder: Path) -> Path | None:
-    """The checkpoint with the most updates, unless there is a ``checkpoint_last.pt``; None without any.
-
-    Without it, training would start anew and replace the checkpoint.
-    """
-    checkpoints = {}
-    for file in folder.glob("checkpoint*.pt"):
-        name = re.fullmatch(r"(checkpoint(_last|_best|_?\d+(_(\d+))?))(-\w+-?\d+)*\.pt", file.name)
-        if name and name[2] == "_last":
-            return None
-        if name:
-            checkpoints[int(name[4] or 0), file.stat().st_mtime] = folder / f"{name[1]}.pt"
-    return checkpoints[max(checkpoints)] if checkpoints else None
 
 
 def begin_log(file: Path, line: str) -> None:
@@ -210,7 +194,7 @@ def _run(lines: Sequence[str], folder: Path, launch: Launch, log: Path) -> None:
             raise
         how = f"without {folder}/checkpoint_last.pt the same command starts again"
         last = any(folder.glob("checkpoint_last*.pt"))
-        if saved := folder / "checkpoint_last.pt" if last else _newest_checkpoint(folder):
+        if saved := folder / "checkpoint_last.pt" if last else newest_checkpoint(folder):
             how = f"the same command goes on from {saved}"
             if not stopped:
                 how = f"once the cause is fixed, {how}"
