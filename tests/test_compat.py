@@ -254,7 +254,7 @@ def test_a_new_training_replaces_no_checkpoints(corpus, tmp_path, names, newest)
         file.touch()
     result = run("fairseq-train", corpus, "--save-dir", tmp_path, *TINY, check=False)
     refused(result, tmp_path / newest)
-    assert sorted(path for path in tmp_path.rglob("*") if path.is_file()) == files
+    assert sorted(path for path in tmp_path.rglob("*") if path.is_file()) == sorted(files)
 
 
 # The right fairseq, or one sentence
