@@ -521,6 +521,16 @@ def test_two_files_of_one_text_are_refused(tmp_path, dataset):
         with pytest.raises(UsageError, match=f"train.en-ha.tsv and .*{name}"):
             gather(given, tmp_path, tmp_path / "raw")
         (tmp_path / name).unlink()
+    for name in ("en-ha.tsv", "en.txt", "ha.txt"):
+        (tmp_path / name).write_text("a\tb\n" * 600)
+    for name in ("train.en-ha.en", "train.en-ha.ha"):
+        (tmp_path / name).write_text("a\n")
+    with pytest.raises(UsageError, match="train.en-ha.en and .*train.en-ha.tsv"):
+        gather(given, tmp_path, tmp_path / "raw")
+    for file in tmp_path.glob("train.*"):
+        file.unlink()
+    with pytest.raises(UsageError, match="en.txt and .*en-ha.tsv"):
+        gather(given, tmp_path, tmp_path / "raw")
     assert not (tmp_path / "raw").exists()
 
 

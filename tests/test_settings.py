@@ -80,7 +80,10 @@ PROGRAMS = ("task", "generate", "sacrebleu")
         *((text, "YAML") for text in ("pairs: [a-b\n", "train: {lr: 1, lr: 2}\n")),
         *((REPEATED, "255,513 values"), ("train:\n  a: &a\n    b: *a\n", "inf values")),
         *((b"\xff\xfe\xfa", "UTF-8"), ({"pairs": ["a-b"], "train": 5}, "train")),
-        *(({"pairs": each}, "pairs") for each in (["ab"], "a-b", ["a-b", "b-b"], None)),
+        *(
+            ({"pairs": each}, "pairs")
+            for each in (["ab"], "a-b", ["a-b", "b-b"], ["a-b", "b-a"], None)
+        ),
         *(({"pairs": ["a-b"], "experts": each}, "experts") for each in ("many", 0)),
         ({"pairs": ["a-b"], "raw": {"urls": "x"}}, "urls"),
         ({"pairs": ["a-b"], "raw": {"archives": [{"url": "x", "sha": "y"}]}}, "sha"),
@@ -118,7 +121,7 @@ PROGRAMS = ("task", "generate", "sacrebleu")
         ({"pairs": ["a-b"], "raw": {"messages": {}}}, "raw.messages.layout"),
         ({"pairs": ["a-b"], "raw": {"archives": [{"size": 1}]}}, "raw.archives[0].url"),
     ],
-    ids=range(56),
+    ids=range(57),
 )
 def test_what_a_file_may_not_hold(configs, content, words):
     path = configs(content)

@@ -317,6 +317,8 @@ def load_dataset(name: str) -> Dataset:
         expected = "expected a list such as [eng-nso, eng-fra], of codes without hyphens"
         raise UsageError(f"{path}: `pairs` is {value}: {expected} (docs/recipes.md)")
     check(merged, _REQUIRED, path)
+    if twice := [pair for n, pair in enumerate(pairs) if {*both_orders(pair)} & {*pairs[:n]}]:
+        raise UsageError(f"{path}: `pairs` has {twice[0]} twice: one entry makes both directions")
     known_languages = {language for pair in pairs for language in pair.split("-")}
     for key, languages in merged["classes"].items():
         if others := sorted(set(languages) - known_languages):

@@ -155,11 +155,19 @@ def find(dataset: Dataset, source: Path, split: str, pair: str) -> Section | Pat
         names += (SHARED.format(split=split, pair=pair, language=language),)
         files[language] = next(filter(None, (_existing(source / name) for name in names)), None)
         missing = missing or (source / names[0] if files[language] is None else None)
-    if missing is None:
+    both = _of_both(source, [f"{split}.{order}" for order in both_orders(pair)] + [split])
+    if files := _only_one([files, dict.fromkeys(languages, both)]):
         return Section(files)
-    if both := _of_both(source, [f"{split}.{order}" for order in both_orders(pair)] + [split]):
-        return Section(dict.fromkeys(languages, both))
     return _unsplit(dataset, source, split, pair) or missing
+
+
+def _only_one(candidates: Iterable[dict[str, Path | None]]) -> dict[str, Path] | None:
+    """The files by language that are all there; raises UsageError if several candidates are."""
+    complete = [files for files in candidates if None not in files.values()]
+    if len(complete) > 1:
+        first, second = (next(iter(files.values())) for files in complete[:2])
+        raise UsageError(f"{first} and {second} are both there: keep the one to use")
+    return complete[0] if complete else None
 
 
 def _existing(path: Path, endings: Iterable[str] = ("",)) -> Path | None:
@@ -206,13 +214,12 @@ def all_publisher_names(dataset: Dataset) -> tuple[tuple[str, ...], ...]:
 
 def _unsplit(dataset: Dataset, source: Path, split: str, pair: str) -> Section | None:
     """The part of unsplit text for a split; None if ``source`` has no such text."""
-    files = {language: _existing(source / f"{language}.txt") for language in dataset.languages}
+    languages = pair.split("-")
+    candidates = [{lang: _existing(source / f"{lang}.txt") for lang in dataset.languages}]
     for order in both_orders(pair):
-        if None in files.values():
-            files = {lang: _existing(source / f"{order}.{lang}") for lang in pair.split("-")}
-    if None in files.values():
-        files = dict.fromkeys(pair.split("-"), _of_both(source, both_orders(pair)))
-    if None in files.values():
+        candidates.append({lang: _existing(source / f"{order}.{lang}") for lang in languages})
+    candidates.append(dict.fromkeys(languages, _of_both(source, both_orders(pair))))
+    if not (files := _only_one(candidates)):
         return None
     total = _count(tuple(files.items()), tuple(f.stat().st_mtime_ns for f in files.values()))
     tested = dataset.raw["parallel"]["test"]
@@ -221,7 +228,7 @@ def _unsplit(dataset: Dataset, source: Path, split: str, pair: str) -> Section |
         expected = "more than raw.parallel of the data set has for validation and test"
         file = next(iter(files.values()))
         raise UsageError(f"{file} has {total} lines: expected {expected}, {held}")
-    files = {language: files[language] for language in pair.split("-")}
+    files = {language: files[language] for language in languages}
     start, stop = {"test": (0, tested), "valid": (tested, held), "train": (held, total)}[split]
     if dataset.raw.get("split") == "hash":
         return Section(files, hash_range=(start / total, stop / total))
