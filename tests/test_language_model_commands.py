@@ -6,7 +6,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from commands import PLUGIN, refused, run, smoe
+from commands import PLUGIN, refused, run, run_python, smoe
 from handmade import read
 from sampling import soak
 from test_compat import run_without
@@ -89,6 +89,19 @@ def test_it_learns_and_eval_lm_agrees_with_validation(english, trained, mode):
 def test_eval_lm_scores_the_whole_text_or_nothing(english, trained, sizes, flag):
     command = ["fairseq-eval-lm", english, "--user-dir", PLUGIN, "--cpu", "--num-workers", 0]
     refused(run(*command, "--path", trained("none").checkpoint, *sizes, check=False), flag)
+
+
+@pytest.mark.soak
+def test_a_program_that_calls_eval_lm_is_warned(english, trained):
+    words = [english, "--path", trained("none").checkpoint, "--tokens-per-sample", 512, "--cpu"]
+    program = f"""
+from fairseq import options
+from fairseq_cli import eval_lm
+words = {[str(word) for word in words]!r}
+eval_lm.main(options.parse_args_and_arch(options.get_eval_lm_parser(), words))
+"""
+    result = run_python(program)
+    assert result.returncode == 0 and "--tokens-per-sample 512" in result.stdout
 
 
 def test_a_language_model_is_not_validated_by_translations(english, tmp_path):

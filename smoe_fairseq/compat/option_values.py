@@ -123,7 +123,8 @@ def check_options(cfg) -> None:
         if start and not (os.path.exists(last) or rank_files(last)):
             check_exists(start)
         _check_restored(_value(cfg, "checkpoint.restore_file"), folder)
-        _check_replaced(cfg.checkpoint, Path(folder))
+        if is_fairseq_command():  # programs that call fairseq may train anew in a folder
+            _check_replaced(cfg.checkpoint, Path(folder))
 
 
 def _check_replaced(checkpoint, folder: Path) -> None:

@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import logging
 import os
 import re
 import weakref
@@ -13,6 +14,8 @@ from smoe_fairseq.files import check_plain
 
 from .patches import is_fairseq_command
 from .replacing import patches
+
+logger = logging.getLogger(__name__)
 
 # Refuses kinds of data sets whose code fails, or runs a shell.
 #
@@ -154,9 +157,10 @@ def check_block_size(original, task, dataset, *arguments, **options):
     if most and task.args.sample_break_mode in (None, "none"):
         if max(dataset.sizes, default=0) + window > most:
             size = task.args.tokens_per_sample + window
-            raise UsageError(
-                f"--tokens-per-sample {size}: expected at most {most}, the model's limit"
-            )
+            message = f"--tokens-per-sample {size}: expected at most {most}, the model's limit"
+            if is_fairseq_command():
+                raise UsageError(message)
+            logger.warning("%s; longer blocks are not scored", message)
     return original(task, dataset, *arguments, **options)
 
 
