@@ -94,6 +94,7 @@ def test_eval_lm_scores_the_whole_text_or_nothing(english, trained, sizes, flag)
 @pytest.mark.soak
 def test_a_program_that_calls_eval_lm_is_warned(english, trained):
     words = [english, "--path", trained("none").checkpoint, "--tokens-per-sample", 512, "--cpu"]
+    words += ["--user-dir", PLUGIN]
     program = f"""
 from fairseq import options
 from fairseq_cli import eval_lm
