@@ -192,6 +192,8 @@ def test_an_average_of_parameters_has_the_bias_as_it_is(ranks, small_corpus, tmp
     steps = steps_of(state["model"])
     averaged = steps_of(state["extra_state"]["ema"])  # as it was in the last update
     assert len(steps) == 4
+    norms = {name for name in state["model"] if ".layer_norm." in name}
+    assert norms and norms <= state["extra_state"]["ema"].keys()
     for name, values in averaged.items():
         assert any(values)
         assert all(abs(a - b) <= 1 for a, b in zip(values, steps[name], strict=True))

@@ -37,6 +37,7 @@ REFUSED = """
 BAD = {line.strip(): line.split()[-2] for line in REFUSED.strip().splitlines()}
 if not torch.cuda.device_count():  # of which fairseq starts a process each
     BAD["--distributed-init-method tcp://127.0.0.1:1"] = "--distributed-init-method"
+BAD["--cpu --fp16"] = "--fp16"
 BAD |= {  # by the words of what fairseq raises, in one line
     "--distributed-world-size 9000": "world size is 9000",
     "--finetune-from-model /none.pt": "/none.pt",

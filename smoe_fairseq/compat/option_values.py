@@ -57,16 +57,18 @@ def check_generation(original, args):
 @patches("fairseq.distributed.utils:call_main")
 def check_values(call_main, cfg, *others, **options):
     check_options(cfg)
-    distributed = cfg.distributed_training
-    spawns = not (distributed.distributed_no_spawn or cfg.common.tpu)
-    if distributed.distributed_init_method and spawns:
-        import torch
+    import torch
 
-        if not torch.cuda.device_count():
-            raise UsageError(
-                "--distributed-init-method without --distributed-no-spawn starts a process for each GPU, and "
-                "this machine has none: expected torchrun, or that flag with --distributed-rank"
-            )
+    distributed, common = cfg.distributed_training, cfg.common
+    on_cpu = not common.tpu and (common.cpu or not torch.cuda.is_available())
+    if on_cpu and common.fp16 and not common.memory_efficient_fp16 and cfg.get("optimizer"):
+        raise UsageError("--fp16 on a CPU: expected --bf16, --memory-efficient-fp16 or neither")
+    spawns = not (distributed.distributed_no_spawn or common.tpu)
+    if distributed.distributed_init_method and spawns and not torch.cuda.device_count():
+        raise UsageError(
+            "--distributed-init-method without --distributed-no-spawn starts a process for each GPU, and "
+            "this machine has none: expected torchrun, or that flag with --distributed-rank"
+        )
     return call_main(cfg, *others, **options)
 
 

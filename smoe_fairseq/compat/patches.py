@@ -285,7 +285,8 @@ def _check_arch(arch: str | None, task: str | None) -> None:
         near = nearest(arch, ARCH_MODEL_REGISTRY, cutoff=0)
         lacks_ours = arch.startswith(_OURS) and not near.startswith(_OURS)
         raise UsageError(f"--arch {arch}: {message if lacks_ours else f'did you mean {near}?'}")
-    _check_pair(arch, TASK_REGISTRY.get(task))
+    if is_fairseq_command():
+        _check_pair(arch, TASK_REGISTRY.get(task))
 
 
 def _model_error(name: str | None) -> str | None:

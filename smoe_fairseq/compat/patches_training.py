@@ -117,6 +117,18 @@ def copy_integers(original, ema, *arguments, **options):
     ema.skip_keys = {*ema.skip_keys, *integers}
 
 
+# Keeps the last layer norms of pre-norm models in the averages of ``--store-ema``.
+#
+# For fairseq 0.12.2 on any torch. To fairseq, a state without the ``version`` of encoder and decoder is of a
+# model without these layer norms, which it removes; and averages have no version.
+
+
+@patches("fairseq.models.ema.ema:EMA.restore")
+def keep_versions(original, ema, state_dict, build_fp32_params=False):
+    versions = {name: x for name, x in ema.model.state_dict().items() if "version" in name}
+    original(ema, {**versions, **state_dict}, build_fp32_params)
+
+
 # Lets ``--store-ema`` start from a checkpoint without averages.
 #
 # For fairseq 0.12.2 on any torch. It tries to use the checkpoint's parameters as the first average after it

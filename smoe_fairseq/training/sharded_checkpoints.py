@@ -162,10 +162,20 @@ def check_files(trainer, path: Path, reset_optimizer: bool) -> None:
         _check_sharded(trainer, path, place)
 
 
-def check_dictionaries(trainer, path: Path) -> None:
-    """Raise UsageError if the checkpoint was trained with other dictionaries of the same size."""
-    loads = trainer.expert_placement is not None or trainer.data_parallel_rank == 0
-    message = io.dictionary_mismatch(path, io.content_of(path), trainer.task) if loads else None
+def check_languages(trainer, path: Path, reset_optimizer: bool) -> None:
+    """Raise UsageError if the checkpoint has other dictionaries of the same size, or more language pairs.
+
+    A model per language pair would lose those that are not trained on; ``--reset-optimizer`` permits this.
+    """
+    message = None
+    if trainer.expert_placement is not None or trainer.data_parallel_rank == 0:
+        content = io.content_of(path)
+        message = io.dictionary_mismatch(path, content, trainer.task)
+        weights = content.get("model", {})
+        pairs = {name.split(".")[1] for name in weights if name.startswith("models.")}
+        others = sorted(pairs - {*getattr(trainer.get_model(), "models", pairs)})
+        if others and not reset_optimizer:
+            message = f"{path} has models for {', '.join(others)}: expected --lang-pairs with them"
     if launch.is_distributed():
         message = next(filter(None, launch.all_gather(message)), None)
     if message:
