@@ -92,9 +92,7 @@ def check_options(cfg) -> None:
     for option in ("adam_betas", "adamax_betas", "lamb_betas", "adafactor_eps"):
         pair = _value(cfg, name := f"optimizer.{option}")
         if pair is not None and not _is_pair(pair):
-            raise UsageError(
-                f"{_flag(name)} {pair}: expected two numbers below 1, as '(0.9, 0.98)'"
-            )
+            raise UsageError(f"{_flag(name)} {pair}: expected two numbers below 1, '(0.9, 0.98)'")
     for read, (example, names) in _DICTIONARIES.items():
         for name in names.split():
             text = _value(cfg, name)
@@ -133,9 +131,7 @@ def _check_replaced(checkpoint, folder: Path) -> None:
     """Raise UsageError if training would start anew and replace checkpoints."""
     for file in folder.glob("checkpoint*.pt"):
         if not file.is_file():
-            raise UsageError(
-                f"{file} is a folder, or a link to a missing file: expected a checkpoint"
-            )
+            raise UsageError(f"{file} is a folder or a dead link: expected a checkpoint")
     others = (checkpoint.finetune_from_model, checkpoint.continue_once, checkpoint.no_save)
     if checkpoint.restore_file == "checkpoint_last.pt" and not any(others):
         if newest := newest_checkpoint(folder):

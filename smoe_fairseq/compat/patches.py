@@ -88,8 +88,7 @@ def import_by_own_name(original, args):
         if "duplicate" not in str(error):  # fairseq's words
             raise
         raise UsageError(
-            f"--user-dir {folder}: {error}, which fairseq or another plugin has; expected names of its "
-            "own (to change smoe_fairseq itself, install a checkout by pip install -e)"
+            f"--user-dir {folder}: {error}; expected new names, or smoe_fairseq itself in a checkout"
         ) from None
 
 
@@ -267,13 +266,11 @@ def _check_pair(arch: str | None, task: type | None) -> None:
     if not packages <= {"fairseq", "smoe_fairseq"}:
         return
     classes = {names: tuple(map(tasks.TASK_REGISTRY.get, names)) for names in _TASKS.values()}
-    fitting = next((n for k, n in _TASKS.items() if issubclass(model, getattr(models, k))), None)
-    requested = next((names for names in classes if issubclass(task, classes[names])), None)
+    fitting = [names for kind, names in _TASKS.items() if issubclass(model, getattr(models, kind))]
+    requested = [names for names in classes if issubclass(task, classes[names])]
     if fitting and requested and fitting != requested:
-        fitting, requested = map(" or ".join, (fitting, requested))
-        raise UsageError(
-            f"--arch {arch}: expected --task {fitting}, or a model for --task {requested}"
-        )
+        fits, given = (" or ".join(names[0]) for names in (fitting, requested))
+        raise UsageError(f"--arch {arch}: expected --task {fits}, or a model for --task {given}")
 
 
 def _check_arch(arch: str | None, task: str | None) -> None:
