@@ -241,4 +241,6 @@ def test_a_process_that_is_killed_ends_all(small_corpus, tmp_path, launcher, kil
     assert result.returncode == 1 and "done training" not in result.stdout
     assert "num_updates" in result.stdout or "SIGKILL" in result.stdout, result.stdout[-3000:]
     if launcher == "torchrun":
-        assert f"error: rank {killed} " in result.stdout and "Traceback" not in result.stdout
+        # torchrun may see first that the other rank has ended with a closed connection.
+        ends = (f"error: rank {killed} ", "error: another rank has ended")
+        assert any(end in result.stdout for end in ends) and "Traceback" not in result.stdout

@@ -225,7 +225,7 @@ def copies_per_stop(block: StratifiedMoE, measured: float | None = None) -> floa
 
 
 def expected_choices(gate: nn.Module) -> float:
-    """Experts per token under uniform routing, for ReLU and threshold gates when they meet their goal."""
+    """Experts per token under uniform routing, for ReLU and threshold gates when they meet their target."""
     experts = gate.num_experts
     if isinstance(gate, TopKGate):
         return gate.top_k * experts / (experts + gate.free_experts)
@@ -233,7 +233,7 @@ def expected_choices(gate: nn.Module) -> float:
         return min(experts, math.ceil(round(gate.p * experts, 9)))
     if isinstance(gate, ExpertChoiceGate):
         return min(gate.factor, float(experts))
-    return float(getattr(gate, "goal", 1))
+    return float(gate.target)
 
 
 def _part(name: str) -> str | None:

@@ -106,7 +106,7 @@ def min_experts(gate: nn.Module) -> int:
     """The minimum number of experts that a gate sees: those that it chooses, without the free ones."""
     if isinstance(gate, TopKGate):
         return max(1, gate.top_k - gate.free_experts)
-    return getattr(gate, "goal", 1)
+    return gate.target
 
 
 def weights_depend_on_all_scores(gate: nn.Module) -> bool:

@@ -32,9 +32,8 @@ class Gate(nn.Module):
     default_capacity: float = 2.0  # default of ``capacity_factor``
     learner: str = ""  # the submodule that learns from counts by its `update`, not by gradient
     learns_by_counts: bool = False  # whether every gate of this class has a learner
-    shares_counts: bool = (
-        False  # whether all gates of a model are updated with the sum of their counts
-    )
+    shares_counts: bool = False  # whether all gates of a model learn from the sum of their counts
+    target: int = 1  # experts per token, where their number is learnt
 
     def __init__(self, config, embed_dim: int, num_experts: int, own_experts: int):
         super().__init__()
