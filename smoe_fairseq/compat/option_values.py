@@ -61,8 +61,8 @@ def check_values(call_main, cfg, *others, **options):
 
     distributed, common = cfg.distributed_training, cfg.common
     on_cpu = not common.tpu and (common.cpu or not torch.cuda.is_available())
-    flat = common.fp16 and not (common.memory_efficient_fp16 or common.fp16_no_flatten_grads)
-    if on_cpu and flat and cfg.get("optimizer"):
+    works = common.memory_efficient_fp16 or common.fp16_no_flatten_grads
+    if on_cpu and common.fp16 and not works and cfg.get("optimizer"):
         raise UsageError("--fp16 on a CPU: expected --fp16-no-flatten-grads with it, or --bf16")
     spawns = not (distributed.distributed_no_spawn or common.tpu)
     if distributed.distributed_init_method and spawns and not torch.cuda.device_count():

@@ -119,8 +119,7 @@ def copy_integers(original, ema, *arguments, **options):
 
 # Keeps the last layer norms of pre-norm models in the averages of ``--store-ema``.
 #
-# For fairseq 0.12.2 on any torch. To fairseq, a state without the ``version`` of encoder and decoder is of a
-# model without these layer norms, which it removes; and averages have no version.
+# For fairseq 0.12.2 on any torch, which removes them if a state has no ``version``; averages have none.
 
 
 @patches("fairseq.models.ema.ema:EMA.restore")

@@ -18,9 +18,9 @@ from types import ModuleType, SimpleNamespace
 
 from smoe_fairseq.errors import UsageError, naming_file
 from smoe_fairseq.files import check_plain, rank_files
-from smoe_fairseq.forms import Number, fault
 
 from .replacing import patches, replace
+from .startup import load
 
 _ARCHIVE = b"PK"  # begins a zip archive: torch's format since 1.6
 _LEGACY = b"\x80"  # begins a pickle: torch's earlier format, which has no checksums
@@ -33,13 +33,14 @@ _DAMAGE = ("failed reading zip archive", "hasRecord", "mmap can only be used", "
 _MAX_SHOWN = 100  # characters of a type's name, or of an error
 _TENSOR = re.compile(r"\w+ torch\.strided torch\.(b?float|u?int)\d+\w* (?!meta)\S+")
 _REAL = (".weight", ".bias", ".w1", ".w2", ".b1", ".b2")  # only other tensors can be integers
-_WHOLE = Number(0, whole=True)
+forms = load("smoe_fairseq.forms")  # an installed older copy of startup.py does not load it
+_WHOLE = forms.Number(0, whole=True)
 _CHECKPOINT = {
     "model": {str: object},
     "cfg?": (None, {}),  # older ones have args instead
     "optimizer_history?": [{"num_updates": _WHOLE, "lr_scheduler_state?": {}}],
     "extra_state?": {
-        "train_iterator?": {"epoch?": Number(1, whole=True), "iterations_in_epoch?": _WHOLE},
+        "train_iterator?": {"epoch?": forms.Number(1, whole=True), "iterations_in_epoch?": _WHOLE},
         "metrics?": {},
         "best?": (None, Real),
     },
@@ -109,7 +110,7 @@ def check_content(path: Path | str, state, has_config: bool = True) -> None:
     Args:
         has_config: whether it has to name its model and task.
     """
-    message = fault(state, _CHECKPOINT)
+    message = forms.fault(state, _CHECKPOINT)
     if not message and state.get("optimizer_history") == []:
         message = "optimizer_history is empty"
     for name, tensor in () if message else state["model"].items():
