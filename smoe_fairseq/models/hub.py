@@ -7,7 +7,7 @@ import re
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 import torch
@@ -131,6 +131,12 @@ def check_pieces(subwords: Path, words: list[str]) -> None:
 BEGINS_WORD = "\u2581"  # sentencepiece's mark for the beginning of a word
 
 
+@cache  # a registration cannot be undone: once per process, not once per model
+def _use_one_thread_after_fork() -> None:
+    """OpenMP would wait forever for the threads of the parent, which a forked process lacks."""
+    os.register_at_fork(after_in_child=partial(torch.set_num_threads, 1))
+
+
 class TrainedModel(GeneratorHubInterface):
     """fairseq's interface to a trained model, in evaluation mode: ``sample``, ``score``, ``generate``.
 
@@ -180,8 +186,7 @@ class TrainedModel(GeneratorHubInterface):
         with knowing_direction(data, "source_lang and target_lang"):
             load, files = checkpoint_utils.load_model_ensemble_and_task, [str(checkpoint)]
             models, cfg, task = load(files, state=state)
-        # OpenMP would wait forever for the threads of the parent, which a forked process lacks.
-        os.register_at_fork(after_in_child=partial(torch.set_num_threads, 1))
+        _use_one_thread_after_fork()
         subwords = checked_subwords(data, task.source_dictionary, cfg.bpe is None)
         return cls(cfg, task, models, subwords)
 
