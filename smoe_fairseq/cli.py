@@ -1,5 +1,7 @@
 """The ``smoe`` command: a table of subcommands, each loaded when it is called."""
 
+import atexit
+import gc
 import importlib
 import sys
 from argparse import ArgumentParser, Namespace
@@ -64,6 +66,9 @@ COMMANDS = {
 @flush_stdout()
 def main(argv: list[str] | None = None) -> int:
     """Runs one subcommand and returns its exit status."""
+    atexit.register(
+        gc.freeze
+    )  # else Python searches torch's objects for garbage as it exits: a second
     argv = sys.argv[1:] if argv is None else argv
     parser = CommandParser(prog="smoe", description="Tools of smoe_fairseq.")
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)

@@ -9,6 +9,11 @@ from contextlib import contextmanager, redirect_stderr
 from smoe_fairseq.errors import UsageError
 
 
+def flag_of(name: str) -> str:
+    """The flag of an option or a parameter."""
+    return f"--{name.replace('_', '-')}"
+
+
 def add_flag(parser, name: str, metavar: str | None, text: str, kind=None, default=None) -> None:
     """Add a flag with a value to a parser or a group; its help ends with the default, if there is one."""
     text += f"; default: {default}" if default is not None else ""

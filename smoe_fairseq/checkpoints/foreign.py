@@ -20,7 +20,8 @@ from smoe_fairseq.checkpoints.model import (
 )
 from smoe_fairseq.checkpoints.sets import OPTIMIZER, UNSET, check_tensors
 from smoe_fairseq.errors import UsageError
-from smoe_fairseq.models.options import SMoETransformerConfig, flag
+from smoe_fairseq.flags import flag_of
+from smoe_fairseq.models.options import SMoETransformerConfig
 from smoe_fairseq.modules.strata import Strata
 
 EXPERT = re.compile(r"(.+\.layers\.\d+)\.moe_layer\.experts\.(\d+)\.(fc[12]\.(?:weight|bias))")
@@ -90,7 +91,7 @@ def foreign_options(path: Path, state: Mapping, weights: Mapping[str, Tensor]) -
     for name in _UNSUPPORTED:
         if values.get(name):
             raise UsageError(
-                f"{path} was trained with {flag(name)} {values[name]}; expected a model without it"
+                f"{path} was trained with {flag_of(name)} {values[name]}; expected a model without it"
             )
     known = SMoETransformerConfig.select(values)
     options = {name: value for name, value in known.items() if not is_moe_option(name)}

@@ -21,6 +21,7 @@ from smoe_fairseq.compat.safe_load import (
 )
 from smoe_fairseq.errors import UsageError
 from smoe_fairseq.files import rank_files
+from smoe_fairseq.flags import flag_of
 from smoe_fairseq.forms import Number, fault
 from smoe_fairseq.modules.parallel import Placement
 
@@ -310,7 +311,7 @@ def other_flags(content: Mapping, task) -> dict[str, str]:
         )
         if (before or None) != (now or None):
             shown = ",".join(before) if isinstance(before, list) else before
-            flag = f"--{name.replace('_', '-')}"
+            flag = flag_of(name)
             flags[name] = flag if before is True else f"{flag} {shown}" if before else f"no {flag}"
     return flags
 

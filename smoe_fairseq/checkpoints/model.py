@@ -12,8 +12,9 @@ from torch import Tensor
 
 from smoe_fairseq.checkpoints.io import values_of
 from smoe_fairseq.errors import UsageError, naming_file
+from smoe_fairseq.flags import flag_of
 from smoe_fairseq.models.checks import as_loaded
-from smoe_fairseq.models.options import SMoETransformerConfig, flag
+from smoe_fairseq.models.options import SMoETransformerConfig
 from smoe_fairseq.models.transformer import SMoETransformerModel
 
 OURS, STOCK = "smoe_transformer", "transformer"
@@ -67,7 +68,7 @@ def known_options(path: Path, state: Mapping) -> dict:
     for name in _UNSUPPORTED if model == STOCK else ():
         if values.get(name):
             raise UsageError(
-                f"{path} was trained with {flag(name)} {values[name]}; expected a model without it"
+                f"{path} was trained with {flag_of(name)} {values[name]}; expected a model without it"
             )
     options = SMoETransformerConfig.select(values)
     if model == STOCK:

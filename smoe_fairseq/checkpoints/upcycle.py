@@ -25,8 +25,9 @@ from smoe_fairseq.checkpoints.model import (
     with_model_options,
 )
 from smoe_fairseq.errors import UsageError, quietly
+from smoe_fairseq.flags import flag_of
 from smoe_fairseq.host_memory import machine_memory
-from smoe_fairseq.models.options import SMoETransformerConfig, flag
+from smoe_fairseq.models.options import SMoETransformerConfig
 from smoe_fairseq.modules.gates.linear import draw_as_linear
 
 LATER_NORM_SCALE = 0.1  # weights of later strata's layer norms, relative to the dense model's
@@ -173,4 +174,4 @@ def run_upcycle(args: Namespace) -> None:
 
 
 def _shown(name: str, value) -> str:
-    return flag(name) if value is True else f"{flag(name)} {value}"
+    return flag_of(name) if value is True else f"{flag_of(name)} {value}"

@@ -16,7 +16,8 @@ from torch.autograd.function import once_differentiable
 
 from smoe_fairseq.criterions.metrics import log_routing, on_host, routing_sums
 from smoe_fairseq.errors import UsageError
-from smoe_fairseq.models.options import flag, option
+from smoe_fairseq.flags import flag_of
+from smoe_fairseq.models.options import option
 from smoe_fairseq.models.transformer import SparseModel, moe_blocks
 from smoe_fairseq.modules import RoutingStats, StratifiedMoE
 
@@ -233,7 +234,7 @@ class SMoELabelSmoothedCrossEntropyCriterion(LabelSmoothedCrossEntropyCriterion)
             value = getattr(self, name)
             if not (least <= value <= most and math.isfinite(value)):
                 top = f" to {most}" if math.isfinite(most) else ""
-                raise UsageError(f"{flag(name)} {value}: expected a number from {least}{top}")
+                raise UsageError(f"{flag_of(name)} {value}: expected a number from {least}{top}")
         self.begin_update()
 
     def begin_update(self):

@@ -8,13 +8,13 @@ from contextvars import ContextVar
 import torch
 
 from smoe_fairseq.errors import UsageError
+from smoe_fairseq.flags import flag_of
 from smoe_fairseq.models.memory import check_size
 from smoe_fairseq.models.options import (
     DecoderOptions,
     MoEOptions,
     SMoEMultilingualTransformerConfig,
     SMoETransformerConfig,
-    flag,
 )
 from smoe_fairseq.modules import OptionError, Strata, StratifiedMoE
 from smoe_fairseq.modules.config import MoEConfig
@@ -58,7 +58,7 @@ def check_config(config: DecoderOptions, task) -> None:
         if freq < 0 or freq > layers:
             name = "moe_freq" if getattr(config, f"{side}_moe_freq") == -1 else f"{side}_moe_freq"
             expected = f"expected 0 to {layers}, the layers of the {side}"
-            raise ValueError(f"{flag(name)} {freq}: {expected}")
+            raise ValueError(f"{flag_of(name)} {freq}: {expected}")
         if freq > 0 and not getattr(config, f"{side}_normalize_before"):
             raise ValueError(
                 f"--no-{side}-normalize-before: expected pre-norm layers, or --{side}-moe-freq 0"
@@ -104,8 +104,8 @@ def check_language_pairs(config: SMoEMultilingualTransformerConfig, task) -> Non
         other = next((lang for lang in others if task.dicts[lang] != task.dicts[first]), None)
         if getattr(config, shared) and other is not None:
             raise ValueError(
-                f"{flag(shared)}: the dictionaries of {first} and {other} differ; preprocess all languages "
-                f"with one --srcdict and --tgtdict, or train with {flag('no_' + shared)}"
+                f"{flag_of(shared)}: the dictionaries of {first} and {other} differ; preprocess all "
+                f"languages with one --srcdict and --tgtdict, or train with {flag_of('no_' + shared)}"
             )
     # These rely on one order of the layers in an update, but language pairs run one after the other.
     for name, value in (
@@ -115,7 +115,7 @@ def check_language_pairs(config: SMoEMultilingualTransformerConfig, task) -> Non
     ):
         if getattr(config, name) == value:
             raise ValueError(
-                f"{flag(name)} {value}: expected it with --task translation_multi_simple_epoch"
+                f"{flag_of(name)} {value}: expected it with --task translation_multi_simple_epoch"
             )
     if config.expert_parallel:
         raise ValueError(
@@ -158,11 +158,11 @@ def _check_numbers(config: DecoderOptions) -> None:
     for name in (*sizes, *map(config.positions_option_of, config.SIDES)):
         value, most = getattr(config, name), MAX_SIZES.get(name.partition("_")[2], math.inf)
         if not 1 <= value <= most:
-            raise ValueError(f"{flag(name)} {value}: expected 1 to {most:,}")
+            raise ValueError(f"{flag_of(name)} {value}: expected 1 to {most:,}")
     dropouts = ("dropout", "attention_dropout", "activation_dropout")
     for name in (*dropouts, *(f"{side}_layerdrop" for side in config.SIDES)):
         if not 0 <= getattr(config, name) < 1:  # false for NaN
-            raise ValueError(f"{flag(name)} {getattr(config, name)}: expected 0 to below 1")
+            raise ValueError(f"{flag_of(name)} {getattr(config, name)}: expected 0 to below 1")
 
 
 def _check_gate(config: MoEOptions, sides: list[str]) -> None:
@@ -196,13 +196,13 @@ def _check_effect(config: MoEOptions, has_experts: bool) -> None:
         value, default = getattr(config, name), getattr(MoEOptions, name)
         # Enumerations equal their defaults only as strings.
         if not has_experts and value != default and str(value) != str(default):
-            shown = flag(name) if value is True else f"{flag(name)} {value}"
+            shown = flag_of(name) if value is True else f"{flag_of(name)} {value}"
             raise ValueError(f"{shown} with --moe-freq 0, a model without experts: leave one out")
     for side in config.SIDES:
         name = f"{side}_smoe_strata"
         if getattr(config, name) and not config.moe_freq_of(side):
             raise ValueError(
-                f"{flag(name)} {getattr(config, name)}: expected it with --{side}-moe-freq above 0"
+                f"{flag_of(name)} {getattr(config, name)}: expected it with --{side}-moe-freq above 0"
             )
     if config.cmr_gate_drop and not config.moe_cmr:
         raise ValueError(f"--cmr-gate-drop {config.cmr_gate_drop}: expected it with --moe-cmr")
@@ -211,7 +211,7 @@ def _check_effect(config: MoEOptions, has_experts: bool) -> None:
         harmless = map(str, (getattr(MoEOptions, name), *MoEConfig.harmless().get(name, ())))
         if str(value) not in harmless and str(getattr(config, other)) not in values:
             raise ValueError(
-                f"{flag(name)} {value}: expected it with {flag(other)} {' or '.join(values)}"
+                f"{flag_of(name)} {value}: expected it with {flag_of(other)} {' or '.join(values)}"
             )
 
 

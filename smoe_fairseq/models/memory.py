@@ -17,8 +17,9 @@ import torch
 import torch.distributed as dist
 
 from smoe_fairseq.errors import UsageError
+from smoe_fairseq.flags import flag_of
 from smoe_fairseq.host_memory import machine_memory
-from smoe_fairseq.models.options import DecoderOptions, flag
+from smoe_fairseq.models.options import DecoderOptions
 from smoe_fairseq.modules.gates import GATES
 from smoe_fairseq.modules.parallel import Placement
 
@@ -102,13 +103,13 @@ def parts(config: DecoderOptions, task) -> list[Part]:
         experts = tuple((copies * each.num_experts * size, each.num_experts) for each in strata)
         name = config.strata_option_of(side)
         objects = copies * sum(map(len, strata)) * GATE_OBJECTS
-        flags = f"{flag(name)} {_short(getattr(config, name))} with {flags}"
+        flags = f"{flag_of(name)} {_short(getattr(config, name))} with {flags}"
         result.append(Part(flags, copies * shared, experts, objects=objects))
         name = config.positions_option_of(side)
         learned = getattr(config, f"{side}_learned_pos", False)
         rows = getattr(config, name) + 2 * learned  # fairseq's positions begin after padding
         table = 0 if config.no_token_positional_embeddings else copies * rows * D
-        flags = f"{flag(name)} {getattr(config, name)} with --{side}-embed-dim {D}"
+        flags = f"{flag_of(name)} {getattr(config, name)} with --{side}-embed-dim {D}"
         result.append(Part(flags, **{"shared" if learned else "tables": table}))
         words = len(task.source_dictionary if side == "encoder" else task.target_dictionary)
         tables = _tables(config, side, copies) * words * D

@@ -11,6 +11,7 @@ from fairseq.dataclass.utils import gen_parser_from_dataclass
 from fairseq.models.transformer import TransformerConfig
 from omegaconf import II, OmegaConf
 
+from smoe_fairseq.flags import flag_of
 from smoe_fairseq.modules.config import MoEConfig
 from smoe_fairseq.modules.strata import OptionError, Strata
 
@@ -19,11 +20,6 @@ HASH_TABLES = ("random", "balanced")
 
 def option(default, help: str, **metadata):
     return field(default=default, metadata={"help": help, **metadata})
-
-
-def flag(name: str) -> str:
-    """The flag of an option."""
-    return f"--{name.replace('_', '-')}"
 
 
 def _block_options() -> type:
@@ -86,7 +82,7 @@ class MoEOptions(BlockOptions):
         if layers and len(values) not in (1, layers):
             several = f", or {layers} separated by commas, one for each MoE layer" * (layers > 1)
             raise ValueError(
-                f"{flag(name)} {','.join(values)}: expected one value{several} of the {side}"
+                f"{flag_of(name)} {','.join(values)}: expected one value{several} of the {side}"
             )
         try:
             strata = [Strata.parse(value, self.moe_stacked, self.smoe_chain) for value in values]
@@ -96,7 +92,7 @@ class MoEOptions(BlockOptions):
 
     def block_flags(self, side: str) -> dict[str, str]:
         """Maps the parameters of a side's blocks to flags."""
-        return BLOCK_FLAGS | {"strata": flag(self.strata_option_of(side))}
+        return BLOCK_FLAGS | {"strata": flag_of(self.strata_option_of(side))}
 
     def moe_options(self, side: str) -> list[dict]:
         """Arguments of the `StratifiedMoE` of each MoE layer of a side, except for the hash gate's table.
@@ -121,8 +117,8 @@ class MoEOptions(BlockOptions):
 BLOCK_OPTIONS = MoEConfig.flags() | {
     name: name for name in ("activation_fn", "dropout", "activation_dropout")
 }
-BLOCK_FLAGS = {name: flag(option) for name, option in BLOCK_OPTIONS.items()}
-BLOCK_FLAGS |= {"hash_table": flag("moe_hash_table")}
+BLOCK_FLAGS = {name: flag_of(option) for name, option in BLOCK_OPTIONS.items()}
+BLOCK_FLAGS |= {"hash_table": flag_of("moe_hash_table")}
 
 
 POSITIONS = 1024  # fairseq's default
@@ -178,7 +174,7 @@ class DecoderOptions(MoEOptions):
         for f in fields(cls):
             if f.default is True or f.name.startswith("share_"):
                 parser.add_argument(
-                    flag(f.name),
+                    flag_of(f.name),
                     action=BooleanOptionalAction,
                     default=SUPPRESS,
                     help=f.metadata["help"],
@@ -261,7 +257,7 @@ class SMoETransformerLMConfig(DecoderOptions):
         """Also adds the flags of an encoder, hidden; they exit with an error."""
         super().add_args(parser)
         for name in cls.of_translation():
-            flags = (flag(name), flag(f"no_{name}"))
+            flags = (flag_of(name), flag_of(f"no_{name}"))
             kwargs = {"action": _RefuseEncoderFlag, "default": SUPPRESS, "help": SUPPRESS}
             parser.add_argument(*flags, nargs="?", **kwargs)
 
@@ -279,7 +275,7 @@ class SMoETransformerLMConfig(DecoderOptions):
         """
         for name in cls.of_translation():
             if name in cfg:
-                raise ValueError(NO_ENCODER.format(flag(name)))
+                raise ValueError(NO_ENCODER.format(flag_of(name)))
         config = super().of(cfg)
         for name, default in {"add_bos_token": False, "tokens_per_sample": POSITIONS}.items():
             if isinstance(getattr(config, name), str):  # without a task, as in `smoe cost`

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from smoe_fairseq.errors import UsageError, end_parsing, nearest, quietly
-from smoe_fairseq.flags import at_least, filled, positive
+from smoe_fairseq.flags import at_least, filled, flag_of, positive
 from smoe_fairseq.recipes.processes import dry_run, variables
 
 
@@ -210,7 +210,7 @@ def _add_options(parser: ArgumentParser, command: Command, function: Callable) -
         elif parameter.name != "flags" and _is_option(parameter):
             default = {} if parameter.default is parameter.empty else {"default": parameter.default}
             options = _OPTIONS.get(parameter.name, {"type": parameter.annotation})
-            parser.add_argument(f"--{parameter.name.replace('_', '-')}", **default | options)
+            parser.add_argument(flag_of(parameter.name), **default | options)
     for setting in SETTINGS:
         if setting.variable in command.settings:
             setting.add_to(parser)

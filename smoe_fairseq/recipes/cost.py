@@ -28,9 +28,8 @@ from smoe_fairseq.analysis.record import requested_capacity
 from smoe_fairseq.checkpoints.io import open_checkpoint
 from smoe_fairseq.checkpoints.model import saved_options
 from smoe_fairseq.errors import UsageError, naming_file, quietly
-from smoe_fairseq.flags import add_flag, at_least
+from smoe_fairseq.flags import add_flag, at_least, flag_of
 from smoe_fairseq.models.memory import LENGTH, Run
-from smoe_fairseq.models.options import flag
 from smoe_fairseq.recipes.config import Dataset, arguments, load_dataset, method_flags, tables
 
 WITH_COSTS = ("m4", "m15")
@@ -148,7 +147,7 @@ def run_cost(args: Namespace) -> None:
     with quietly():
         for name, value in usual.items() if args.paper or args.path else ():
             if getattr(args, name, value) != value:
-                raise UsageError(f"{flag(name)} does not go with --paper or --path")
+                raise UsageError(f"{flag_of(name)} does not go with --paper or --path")
         if args.paper:
             return _print_paper(compare(args.paper, args.context), args)
         if args.path:
@@ -193,7 +192,7 @@ def _planned_run(args: Namespace) -> Run:
     for name in ("world_size", "max_tokens", "update_freq", "sentence_length"):
         number = getattr(args, name)
         if number is not None and number < 1:
-            raise UsageError(f"{flag(name)} {number}: expected a whole number of at least 1")
+            raise UsageError(f"{flag_of(name)} {number}: expected a whole number of at least 1")
     ranks = args.world_size or 1
     return Run(config_of(args), args, args.vocab_size, ranks, args.sentence_length)
 

@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 from smoe_fairseq.errors import UsageError, quietly
 from smoe_fairseq.files import whole_file
-from smoe_fairseq.flags import at_least
+from smoe_fairseq.flags import at_least, flag_of
 from smoe_fairseq.host_memory import keep_freed_memory
 
 
@@ -118,7 +118,7 @@ def add_translate_arguments(parser: ArgumentParser) -> None:
         help="print the N best translations of each line: its number, score and translation, with tabs",
     )
     for each in fields(Options):
-        flag, words = f"--{each.name.replace('_', '-')}", each.metadata.get("words")
+        flag, words = flag_of(each.name), each.metadata.get("words")
         if each.type is bool and words:
             parser.add_argument(flag, action="store_true", help=words)
         elif words:

@@ -17,6 +17,7 @@ from smoe_fairseq import files
 from smoe_fairseq.checkpoints.io import dictionary_checksums
 from smoe_fairseq.compat.replacing import replaces
 from smoe_fairseq.errors import UsageError, end_with_parent, ends_with_sentence
+from smoe_fairseq.flags import flag_of
 from smoe_fairseq.modules.gates import GATES
 from smoe_fairseq.training import screen
 
@@ -225,7 +226,7 @@ def _settings(cfg) -> dict[str, str]:
         if isinstance(values, dict):
             for name, value in values.items():
                 if name not in MAY_DIFFER and not name.startswith("_"):
-                    settings.setdefault(f"--{name.replace('_', '-')}", str(value))
+                    settings.setdefault(flag_of(name), str(value))
     return settings
 
 

@@ -17,10 +17,10 @@ from smoe_fairseq.checkpoints import io
 from smoe_fairseq.checkpoints.io import RECORD, Record, pending
 from smoe_fairseq.criterions.metrics import on_host
 from smoe_fairseq.errors import UsageError, naming_file
+from smoe_fairseq.flags import flag_of
 from smoe_fairseq.host_memory import keep_freed_memory
 from smoe_fairseq.models import transformer
 from smoe_fairseq.models.memory import same_batch
-from smoe_fairseq.models.options import flag
 from smoe_fairseq.modules.experts import cast_once
 from smoe_fairseq.training import launch, program, screen, sharded_checkpoints, translations
 from smoe_fairseq.training.gradients import ExpertNorm
@@ -282,9 +282,9 @@ class SMoETrainer(Trainer):
         name = f"max_tokens{which}" if data.max_tokens else f"batch_size{which}"
         size, frequency = getattr(data, name) or 1, self.cfg.optimization.update_freq[0]
         if which:
-            return f"try {flag(name)} {max(1, size // 2)}"
+            return f"try {flag_of(name)} {max(1, size // 2)}"
         size, frequency = same_batch(size, frequency, size // 2)
-        return f"try {flag(name)} {size} --update-freq {frequency}, which is the same batch"
+        return f"try {flag_of(name)} {size} --update-freq {frequency}, which is the same batch"
 
     def _prepare_sample(self, sample, is_dummy=False):
         """As fairseq's; marks a dummy batch, which a rank without data gets, by ``is_dummy``."""

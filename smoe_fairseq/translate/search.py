@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from smoe_fairseq.errors import UsageError
-from smoe_fairseq.flags import number_fault
+from smoe_fairseq.flags import flag_of, number_fault
 from smoe_fairseq.forms import check
 from smoe_fairseq.modules import RoutingStats
 from smoe_fairseq.modules.experts import cast_once
@@ -252,7 +252,7 @@ class SearchOptions:
             value, limits = getattr(self, each.name), each.metadata.get("limits")
             if limits and each.type is not bool and value != each.default:
                 if fault := number_fault(value, each.type, *limits):
-                    raise UsageError(f"--{each.name.replace('_', '-')} {value}: {fault}")
+                    raise UsageError(f"{flag_of(each.name)} {value}: {fault}")
         if not self.max_len_a and self.min_len > self.max_len_b:
             raise UsageError(f"--min-len {self.min_len}: above --max-len-b {self.max_len_b}")
         if self.sampling_topk > 0 and self.sampling_topp > 0:

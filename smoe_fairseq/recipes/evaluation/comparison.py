@@ -25,7 +25,7 @@ BySeed = Mapping[int | None, float]
 
 
 @dataclass(frozen=True)
-class Difference:
+class Interval:
     """A ``mean`` over ``count`` seeds with its 95 percent interval, which a single seed does not have."""
 
     mean: float
@@ -40,19 +40,19 @@ class Difference:
         return mean if low is None else f"{mean} [{low}, {high}]"
 
 
-def interval(values: Sequence[float]) -> Difference:
+def interval(values: Sequence[float]) -> Interval:
     """The mean and the interval of Student's t-test."""
     count, mean = len(values), statistics.fmean(values)
     if count < 2:
-        return Difference(mean, None, None, count)
+        return Interval(mean, None, None, count)
     from scipy import special  # slow to import
 
     error = float(np.std(values, ddof=1)) / math.sqrt(count)
     width = float(special.stdtrit(count - 1, 0.975)) * error
-    return Difference(mean, mean - width, mean + width, count)
+    return Interval(mean, mean - width, mean + width, count)
 
 
-def paired(first: BySeed, second: BySeed) -> Difference | None:
+def paired(first: BySeed, second: BySeed) -> Interval | None:
     """``second`` minus ``first`` over their common seeds, with the interval of the paired t-test.
 
     Runs are paired by seed because the seed determines the order of batches. None without a common seed.

@@ -17,6 +17,7 @@ from tqdm import tqdm
 from smoe_fairseq import files
 from smoe_fairseq.errors import UsageError, quietly
 from smoe_fairseq.files import rank_files, write_whole
+from smoe_fairseq.flags import flag_of
 from smoe_fairseq.forms import read_json
 from smoe_fairseq.recipes.config import (
     RECIPE_FLAGS,
@@ -357,7 +358,7 @@ def _check_model(evaluation: Evaluation) -> None:
     saved = config_of(saved_model(evaluation.checkpoint)[0])
     for option in fields(own):
         value, other = getattr(own, option.name), getattr(saved, option.name, None)
-        flag = f"--{option.name.replace('_', '-')}"
+        flag = flag_of(option.name)
         # --force-resume may have changed numbers such as --dropout.
         if value != other and not isinstance(value, float) and identity.fixed_flags({flag: ""}):
             raise UsageError(

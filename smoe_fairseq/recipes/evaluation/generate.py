@@ -15,6 +15,7 @@ from pathlib import Path
 
 from smoe_fairseq.errors import UsageError, quietly
 from smoe_fairseq.files import read_text, whole_file
+from smoe_fairseq.flags import flag_of
 from smoe_fairseq.recipes.config import parse_flags
 from smoe_fairseq.recipes.data.text_files import workers_for
 from smoe_fairseq.recipes.processes import whole_number
@@ -216,7 +217,7 @@ def _build_search(cfg, dictionary):
         if name in own or name in _IGNORED or name.startswith("_"):
             continue
         if getattr(cfg.generation, name) != getattr(defaults, name):
-            flag, advice = f"--{name.replace('_', '-')}", "DRY_RUN=1 prints its command"
+            flag, advice = flag_of(name), "DRY_RUN=1 prints its command"
             raise UsageError(f"{flag}: only fairseq-generate's search has it; {advice}")
     options = {name: getattr(cfg.generation, name) for name in own if hasattr(cfg.generation, name)}
     seed = {} if cfg.common.seed is None else {"seed": cfg.common.seed}

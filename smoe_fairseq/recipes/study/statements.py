@@ -76,7 +76,7 @@ class Difference:
     def values(self) -> np.ndarray:
         return np.array(list(self.by_seed.values()), dtype=float)
 
-    def interval(self) -> comparison.Difference:
+    def interval(self) -> comparison.Interval:
         """The mean and its 95 percent interval by Student's t; needs at least one seed."""
         return comparison.interval(self.values)
 

@@ -78,7 +78,8 @@ def train(dataset: Dataset, method: str, flags: Sequence[str], force_resume: boo
         machines = launch.nodes if launch.launcher == "torchrun" else 1
         run_identity = (method, folders.binary, words, launch.processes)
         if not identity.claim(*run_identity, force_resume, machines):
-            advice = "give a larger --max-update to go on, or another SEED for another run"
+            limits = " or ".join(identity.limits(flag_values(words))) or "--max-update"
+            advice = f"give a larger {limits} to go on, or another SEED for another run"
             print(f"{folder} is trained already, to the requested limits: {advice}")
             return
     line = command(*launch.words("fairseq-train"), *words)
