@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+import sacrebleu
 from commands import SCRIPTS, TINY, generation, refused, run, run_python
 from sampling import soak
 
@@ -159,6 +160,16 @@ def test_without_its_patch_they_are_not(tmp_path):
     program = tmp_path / "program.py"
     program.write_text(HUFFMAN)
     assert run_without("find_last_bit", program).returncode
+
+
+def test_fairseq_score_reads_files_on_any_sacrebleu(tmp_path):
+    texts = {"sys": "a b c d e\nf g h i\n", "ref": "a b c d e\nf g h x\n"}
+    for name, text in texts.items():
+        (tmp_path / name).write_text(text)
+    words = ("--sys", tmp_path / "sys", "--ref", tmp_path / "ref", "--sacrebleu")
+    result = run("fairseq-score", *words, fresh=True)
+    sys, ref = (text.splitlines() for text in texts.values())
+    assert f"BLEU = {sacrebleu.corpus_bleu(sys, [ref]).score:.2f}" in result.stdout
 
 
 def test_a_data_class_of_a_plugin_may_hold_another():

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
-from commands import touch_binarised
+from commands import STEP, run, touch_binarised
 from test_recipes import ROOT
 
 # In the place of srun, which starts the training: a process that takes its time to end, and one in the
@@ -124,3 +124,22 @@ def test_status_of_a_command_that_was_killed_by_others(tmp_path):
     )
     assert result.returncode == 1
     assert result.stderr == "error: kill was stopped by SIGKILL\n"
+
+
+# Ctrl-C when a command's own modules are being imported.
+INTERRUPT = """
+import os, signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # perhaps ignored here
+class Finder:
+    def find_spec(name, path=None, target=None):
+        if name == "smoe_fairseq.recipes.commands":
+            os.kill(os.getpid(), signal.SIGINT)
+sys.meta_path.insert(0, Finder)
+"""
+
+
+@pytest.mark.parametrize("words", [["smoe", "path"], ["python", *STEP, "table", "phrasebook"]])
+def test_interrupt_at_the_start_shows_no_stack_trace(tmp_path, words):
+    (tmp_path / "sitecustomize.py").write_text(INTERRUPT)
+    result = run(*words, fresh=True, check=False, PYTHONPATH=str(tmp_path))
+    assert (result.returncode, result.stdout) == (-signal.SIGINT, "")

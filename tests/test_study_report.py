@@ -75,6 +75,14 @@ def two_runs(tmp_path):
     return tmp_path, good - bad
 
 
+def test_scores_of_different_signatures_are_named(two_runs):
+    folder, _ = two_runs
+    file = folder / "results/multi30k/moe/scores.json"
+    file.write_text(file.read_text().replace("tok:13a", "tok:char"))
+    result = report_of(folder)
+    assert result.returncode == 0 and "en-de cannot be compared" in result.stderr
+
+
 def test_numbers_and_pictures(two_runs):
     folder, apart = two_runs
     result = recipe(folder, "report", "multi30k")

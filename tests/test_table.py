@@ -433,6 +433,17 @@ def test_seeds_of_a_method_are_one_row_with_their_spread(tmp_path):
     assert notes.index("moe.seed-2: sacre") < notes.index("moe.seed-10: sacre")
 
 
+def test_seeds_of_different_signatures_are_not_averaged(tmp_path):
+    runs = tmp_path / "runs/multi30k"
+    write_scores(runs / "moe", FULL)
+    write_scores(runs / "moe.seed-2", FULL, en_cs="nrefs:1|tok:flores200")
+    found = cells(tmp_path, "multi30k")
+    for row in ("mean of 2 seeds", "standard deviation"):
+        values = found[f"moe, {row}", ""]
+        assert values["en-cs"] == values["average"] == "-" and values["en-fr"] != "-"
+    assert "moe: seeds with different sacreBLEU sign" in table(tmp_path, "multi30k").stdout
+
+
 def test_seeds_beside_the_papers_values(tmp_path):
     runs = tmp_path / "runs/m15"
     scores = {d: 10.0 for pair in M15 for d in (f"eng-{pair}", f"{pair}-eng")}

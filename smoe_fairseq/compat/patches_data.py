@@ -74,8 +74,7 @@ def join_bytes_of_pieces(original, encoder, pieces):
 # Names the dictionary or data file that cannot be used, and refuses pipes and devices.
 #
 # For fairseq 0.12.2 on any Python. Its messages about a dictionary's lines do not name the dictionary; it
-# waits for ever for the writer of a pipe; and its ``__del__`` closes data files that were never opened,
-# which prints a stack trace after the first error.
+# waits for ever for a pipe's writer; and its ``__del__`` fails for data files that were never opened.
 
 
 @patches("fairseq.data.indexed_dataset:MMapIndexedDataset._do_init")
@@ -126,23 +125,29 @@ def keep_existing_path(original, paths, *separator):
     return [paths] if os.path.exists(paths) else original(paths, *separator)
 
 
-# Gives fairseq's modules functions that newer libraries lack, without changing the libraries.
+# Gives fairseq's modules what newer libraries lack.
 #
-# For fairseq 0.12.2 and bitarray 3, whose ``util.rindex`` is a method now (``--dataset-impl huffman``), and
-# numpy 2, which has no ``np.compat.long`` (language models with ``--sample-break-mode eos``).
+# For fairseq 0.12.2 and bitarray 3, whose ``util.rindex`` is a method now (``--dataset-impl huffman``),
+# numpy 2, which has no ``np.compat.long`` (language models with ``--sample-break-mode eos``), and sacreBLEU
+# 2, which takes lists but not open files (``fairseq-score --sacrebleu``).
 
 
 @patches("fairseq.data.huffman.huffman_coder")
 def find_last_bit(huffman_coder: ModuleType) -> None:
     if not hasattr(huffman_coder.util, "rindex"):
-        rindex = functools.partial(huffman_coder.bitarray.find, right=True)
-        huffman_coder.util = SimpleNamespace(rindex=rindex)
+        find = huffman_coder.bitarray.find
+        huffman_coder.util = SimpleNamespace(rindex=functools.partial(find, right=True))
 
 
 @patches("fairseq.data.token_block_dataset")
 def keep_long(module: ModuleType) -> None:
     if not hasattr(module.np, "compat"):
         module.np = SimpleNamespace(**vars(module.np), compat=SimpleNamespace(long=int))
+
+
+@patches("sacrebleu:corpus_bleu")
+def read_open_files(original, hypotheses, references, *arguments, **options):
+    return original(list(hypotheses), [list(each) for each in references], *arguments, **options)
 
 
 # Scores all of a text or none of it.
@@ -154,21 +159,20 @@ def keep_long(module: ModuleType) -> None:
 @patches("fairseq.tasks.language_modeling:LanguageModelingTask.eval_lm_dataloader")
 def check_block_size(original, task, dataset, *arguments, **options):
     window, most = options.get("context_window", 0), options.get("max_positions")
-    if most and task.args.sample_break_mode in (None, "none"):
-        if max(dataset.sizes, default=0) + window > most:
-            size = task.args.tokens_per_sample + window
-            message = f"--tokens-per-sample {size}: expected at most {most}, the model's limit"
-            if is_fairseq_command():
-                raise UsageError(message)
-            logger.warning("%s; longer blocks are not scored", message)
+    too_long = most and max(dataset.sizes, default=0) + window > most
+    if too_long and task.args.sample_break_mode in (None, "none"):
+        size = task.args.tokens_per_sample + window
+        message = f"--tokens-per-sample {size}: expected at most {most}, the model's limit"
+        if is_fairseq_command():
+            raise UsageError(message)
+        logger.warning("%s; longer blocks are not scored", message)
     return original(task, dataset, *arguments, **options)
 
 
 # Resumes exactly with ``--virtual-epoch-size``.
 #
-# For fairseq 0.12.2 on any Python. A pass over the data takes several virtual epochs. The seed of its order
-# is the number of the first of them, but fairseq uses that of the resumed epoch if a run resumes within a
-# pass.
+# For fairseq 0.12.2 on any Python. A pass over the data takes several virtual epochs, and the first one's
+# number is the seed of its order; but a run that resumes within a pass takes that of the resumed epoch.
 
 
 @patches(
@@ -185,10 +189,9 @@ def draw_by_first_epoch(original, data, epoch):
 #
 # For fairseq 0.12.2 on any torch. `EpochBatchIterator` refers to the sampler of its batches, and the
 # sampler, by a bound method, to the iterator. Because of this cycle, an unused iterator and its processes
-# live until the garbage collector runs; then Python closes their queues first, and torch waits five seconds
-# before it kills them. Every validation and every translated direction creates some, and with ``--task
-# translation_multi_simple_epoch`` every epoch. With a weak reference they end within milliseconds. Only the
-# iterator itself calls the method, so the reference is alive.
+# live until the garbage collector runs, after each validation and translated direction; then torch waits
+# five seconds before it kills them. With a weak reference they end within milliseconds. Only the iterator
+# itself calls the method, so the reference is alive.
 
 
 @patches("fairseq.data.iterators:FrozenBatchSampler.__init__")

@@ -102,11 +102,11 @@ def recompute_in_autocast(original, ctx, *gradients):
         return original(ctx, *gradients)
 
 
-# Lets ``--store-ema`` average a model that has integers in its state.
+# Lets ``--store-ema`` average models with integers, and pre-norm models with their last layer norms.
 #
 # For fairseq 0.12.2 on any torch. It multiplies the whole state dict by the decay, in place, which torch
-# refuses for integers: a hash gate's table, or the step counts of a bias or of batch norm. They are added to
-# fairseq's keys that are copied instead.
+# refuses for integers (a hash gate's table, the step counts of a bias or of batch norm): they are added to
+# its keys that are copied. And it removes the norms from a state without ``version``, as averages are.
 
 
 @patches("fairseq.models.ema.ema:EMA.__init__")
@@ -115,11 +115,6 @@ def copy_integers(original, ema, *arguments, **options):
     state = ema.model.state_dict()
     integers = {n for n, value in state.items() if not value.is_floating_point()}
     ema.skip_keys = {*ema.skip_keys, *integers}
-
-
-# Keeps the last layer norms of pre-norm models in the averages of ``--store-ema``.
-#
-# For fairseq 0.12.2 on any torch, which removes them if a state has no ``version``; averages have none.
 
 
 @patches("fairseq.models.ema.ema:EMA.restore")

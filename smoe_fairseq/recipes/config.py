@@ -314,7 +314,9 @@ def load_dataset(name: str) -> Dataset:
     pairs = merged.get("pairs")
     if not pairs or not all(map(_is_pair, pairs)):
         value = pairs or "missing"
-        expected = "expected a list such as [eng-nso, eng-fra], of codes without hyphens"
+        expected = (
+            "expected a list such as [en-de, eng-fra], of two different codes without hyphens"
+        )
         raise UsageError(f"{path}: `pairs` is {value}: {expected} (docs/recipes.md)")
     check(merged, _REQUIRED, path)
     if twice := [pair for n, pair in enumerate(pairs) if {*both_orders(pair)} & {*pairs[:n]}]:

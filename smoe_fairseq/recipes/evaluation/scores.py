@@ -119,6 +119,22 @@ def different_tests(*results: Mapping[str, Score], now: Mapping[str, str]) -> li
     return [direction for direction, checksums in known.items() if len(checksums) > 1]
 
 
+def points(result: Mapping[str, Score], metric: str) -> dict[str, tuple[float, str]]:
+    """Points and signature of the directions that have the metric."""
+    found = {direction: score.of(metric) for direction, score in result.items()}
+    return {direction: value for direction, value in found.items() if value is not None}
+
+
+def different_signatures(*results: Mapping[str, Score], metric: str = BLEU) -> set[str]:
+    """The directions whose signatures differ between results."""
+    known = defaultdict(set)
+    for direction, (_, signature) in (
+        p for result in results for p in points(result, metric).items()
+    ):
+        known[direction].add(signature)
+    return {direction for direction, signatures in known.items() if len(signatures) > 1}
+
+
 def search_notes(dataset: Dataset, run: str) -> list[str]:
     """A note on the run's search flags that differ from the data set's; raises UsageError as `read` does."""
     usual = flag_values(arguments(dataset.generate))

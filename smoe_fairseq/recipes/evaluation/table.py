@@ -93,7 +93,7 @@ def side_by_side(dataset: Dataset, metric: str = scores.BLEU) -> Grid:
     """A row for each method; for BLEU of the paper's systems, also the paper's numbers and the difference.
 
     Several seeds give a mean and a standard deviation. An average is missing if one of its directions is
-    missing, or if signatures differ.
+    missing, or if signatures differ within a run or between seeds.
     """
     folder = Folders(dataset.name).runs
     names = [path.name for path in folder.glob("*") if path.is_dir()]
@@ -111,7 +111,9 @@ def side_by_side(dataset: Dataset, metric: str = scores.BLEU) -> Grid:
     for name in methods:
         results = {run: scores.read(folder / run) for run in runs[name]}
         scored = {run: result for run, result in results.items() if result} or results
-        each = [[average(result, column, metric) for column in parts] for result in scored.values()]
+        mixed = scores.different_signatures(*scored.values(), metric=metric)
+        usable = [Column(c.name, None) if mixed & {*(c.directions or ())} else c for c in parts]
+        each = [[average(result, c, metric) for c in usable] for result in scored.values()]
         bleu = [_over_seeds(statistics.fmean, values) for values in zip(*each, strict=True)]
         cost = system_costs(dataset, name, flags=identity.flags_of(folder / next(iter(scored))))
         count = f", mean of {len(scored)} seeds" if len(scored) > 1 else ""
@@ -129,6 +131,8 @@ def side_by_side(dataset: Dataset, metric: str = scores.BLEU) -> Grid:
             rows.append([name, "paper", *_cells(paper_cost, paper_bleu, digits=0)])
             less = _cells(_differences(cost, paper_cost), _differences(bleu, paper_bleu), sign=True)
             rows.append([name, "difference", *less])
+        if mixed:
+            notes.append(f"{name}: seeds with different sacreBLEU signatures are not averaged")
         for run, result in results.items():
             notes += _notes(dataset, run, result, metric, tests)
             notes += scores.search_notes(dataset, run)
@@ -142,7 +146,7 @@ def side_by_side(dataset: Dataset, metric: str = scores.BLEU) -> Grid:
 
 def average(result: Scores, column: Column, metric: str = scores.BLEU) -> float | None:
     """In points; None if a direction is missing, or signatures differ (except by languages' tokenizers)."""
-    all_points = _points(result, metric)
+    all_points = scores.points(result, metric)
     points = [all_points.get(direction) for direction in column.directions or ()]
     if not points or None in points or not _are_comparable(dict(zip(column.directions, points))):
         return None
@@ -158,12 +162,6 @@ def _are_comparable(points: Mapping[str, tuple[float, str]]) -> bool:
 
     kinds = {s.replace(f"tok:{usual(d)}", f"tok:{metrics.AUTO}") for d, s in signatures.items()}
     return len(set(signatures.values())) <= 1 or len(kinds) == 1
-
-
-def _points(result: Scores, metric: str) -> dict[str, tuple[float, str]]:
-    """Points and signature of the directions that have the metric."""
-    points = {direction: score.of(metric) for direction, score in result.items()}
-    return {direction: value for direction, value in points.items() if value is not None}
 
 
 def _over_seeds(function, values: Sequence[float | None]) -> float | None:
@@ -203,7 +201,7 @@ def _notes(
     dataset: Dataset, name: str, result: Scores, metric: str, tests: Mapping[str, str]
 ) -> list[str]:
     """How a run was scored, and why averages are missing; ``tests`` are `scores.test_checksums`."""
-    points = _points(result, metric)
+    points = scores.points(result, metric)
     missing = [d for d in dataset.directions if d not in points]
     signatures = sorted({signature for _, signature in points.values()})
     label = {scores.BLEU: "sacreBLEU", scores.COMET: metric}.get(metric, f"sacreBLEU's {metric}")

@@ -30,7 +30,7 @@ from smoe_fairseq.recipes.evaluation import scores
 from smoe_fairseq.recipes.evaluation.comparison import spearman
 from smoe_fairseq.recipes.evaluation.scores import Score
 from smoe_fairseq.recipes.folders import Folders, path_from_environment, run_seed
-from smoe_fairseq.recipes.processes import command
+from smoe_fairseq.recipes.processes import command, warn
 from smoe_fairseq.recipes.training import identity
 from smoe_fairseq.recipes.training.launcher import visible_gpus
 
@@ -282,7 +282,11 @@ Systems = Mapping[str, Sequence[Result]]  # by method, a result for each seed
 def read(dataset: str) -> list[Result]:
     """The results of all runs, ordered by name."""
     folders = sorted(file.parent for file in folder_of(dataset).glob(f"*/{FILE}"))
-    return [_read(folder) for folder in folders if folder.suffix not in (".partial", ".old")]
+    results = [_read(folder) for folder in folders if folder.suffix not in (".partial", ".old")]
+    if mixed := scores.different_signatures(*(result.scores for result in results)):
+        where = f"{folder_of(dataset)}: scores of {', '.join(sorted(mixed))}"
+        warn(f"{where} cannot be compared, since their sacreBLEU signatures differ")
+    return results
 
 
 def _about(folder: Path) -> dict:
