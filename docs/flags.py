@@ -8,7 +8,8 @@ from pathlib import Path
 from smoe_fairseq.criterions.smoe_label_smoothed_cross_entropy import (
     SMoELabelSmoothedCrossEntropyCriterionConfig as CriterionConfig,
 )
-from smoe_fairseq.models.options import MoEOptions, SMoETransformerConfig, flag
+from smoe_fairseq.flags import flag_of
+from smoe_fairseq.models.options import MoEOptions, SMoETransformerConfig
 
 PAGE = Path(__file__).with_suffix(".md")
 # Pages that explain a flag.
@@ -36,7 +37,7 @@ def options() -> dict[str, list[Field]]:
 
 def table(kind: str, rows: Iterable[Field]) -> str:
     lines = [f"| {kind} flag | default | meaning |", "|---|---|---|"]
-    lines += [f"| `{flag(f.name)}` | {_default(f)} | {_meaning(f)} |" for f in rows]
+    lines += [f"| `{flag_of(f.name)}` | {_default(f)} | {_meaning(f)} |" for f in rows]
     return "\n".join(lines)
 
 
