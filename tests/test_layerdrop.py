@@ -7,14 +7,14 @@ import pytest
 from test_lock import SMALL
 
 FLAGS = """--moe-freq 1 --smoe-strata 2-2 --encoder-layerdrop 0.7 --decoder-layerdrop 0.7
-    --distributed-backend gloo --update-freq 2 --max-update 4 --no-save
+    --update-freq 2 --max-update 4 --no-save
     --log-interval 1 --log-format json""".split()
 
 
 @pytest.mark.parametrize("backend", ["legacy_ddp", "pytorch_ddp"])
 def test_layer_drop_over_processes(ranks, small_corpus, tmp_path, backend):
     small = [flag for flag in SMALL if flag != "--disable-validation"]
-    more = ["--ddp-backend", backend, "--save-dir", tmp_path / "run"]
+    more = ["--ddp-backend", backend, "--save-dir", tmp_path / "run"]  # with gloo, as --cpu implies
     run = ranks.train(tmp_path, 2, small_corpus, *small, *FLAGS, *more)
     logs = [json.loads(x) for x in re.findall(r"train_inner \| (\{.*\})", run.output(0))]
     assert len(logs) == 4

@@ -12,14 +12,22 @@ VALID = (
     "epoch 001 | valid on 'valid' subset | loss 7.2 | nll_loss {1} | chrf {2} | bleu 1.5 | "
     "num_updates {0}\n"
 )
+SIMPLE = (LOGGED, VALID, "epoch 001 | loss 9 | nll_loss 99 | num_updates 6\n")
+JSON = (
+    '{{"epoch": 1, "loss": "9.1", "nll_loss": "{1}", "wpb": "10", "lr": "{2}", "num_updates": "{0}"}}\n',
+    '{{"epoch": 1, "valid_loss": "7.2", "valid_nll_loss": "{1}", "valid_chrf": "{2}", '
+    '"valid_bleu": "1.5", "valid_num_updates": "{0}"}}\n',
+    '{"epoch": 1, "train_loss": "9", "train_nll_loss": "99", "train_num_updates": "6"}\n',
+)
 
 
-@pytest.fixture
-def log(tmp_path):
-    lines = [LOGGED.format(i, 8 - i, i / 1000) for i in range(1, 7)]
-    lines.insert(4, VALID.format(4, 5.5, 20.25))
-    lines.append(LOGGED.format(6, 1.5, 0.006))  # made again after an interruption
-    lines.append("epoch 001 | loss 9 | nll_loss 99 | num_updates 6\n")  # the epoch's mean
+@pytest.fixture(params=[SIMPLE, JSON], ids=["simple", "json"])
+def log(tmp_path, request):
+    logged, valid, epoch = request.param
+    lines = [logged.format(i, 8 - i, i / 1000) for i in range(1, 7)]
+    lines.insert(4, valid.format(4, 5.5, 20.25))
+    lines.append(logged.format(6, 1.5, 0.006))  # made again after an interruption
+    lines.append(epoch)  # its mean
     file = tmp_path / "train.log"
     file.write_text("".join(lines))
     return file

@@ -154,6 +154,33 @@ def test_hydra_train(small_corpus, tmp_path):
     assert len(hypotheses) == SENTENCES
 
 
+def test_hydra_trains_the_size_of_the_architecture(small_corpus, tmp_path):
+    model = {"_name": "smoe_transformer_tiny", "smoe_strata": "2-2", "encoder_layers": 3}
+    config = {
+        "common": {
+            "user_dir": str(PLUGIN),
+            "cpu": True,
+            "log_file": str(tmp_path / "log"),
+            "log_format": "simple",
+        },
+        "task": {"_name": "translation", "data": str(small_corpus)},
+        "model": model,
+        "criterion": {"_name": "smoe_label_smoothed_cross_entropy"},
+        "optimizer": {"_name": "adam"},
+        "lr_scheduler": {"_name": "fixed"},
+        "dataset": {"max_tokens": 400, "num_workers": 0},
+        "optimization": {"max_epoch": 2, "lr": [0.001]},
+        "checkpoint": {"save_dir": str(tmp_path / "run"), "no_epoch_checkpoints": True},
+    }
+    (tmp_path / "c.yaml").write_text("# @package _group_\n" + json.dumps(config))
+    run("fairseq-hydra-train", "--config-dir", tmp_path, "--config-name", "c", cwd=tmp_path)
+    model = state_of(tmp_path / "run/checkpoint_last.pt")["cfg"]["model"]
+    assert (model["decoder_embed_dim"], model["decoder_ffn_embed_dim"]) == (128, 256)
+    assert (model["encoder_layers"], model["decoder_layers"]) == (3, 2)
+    log = (tmp_path / "log").read_text()
+    assert log.count("epoch 002 | valid on") == 1, log  # fairseq opens the file for each epoch
+
+
 def test_numbers_that_are_none_end_in_one_sentence(small_corpus, tmp_path):
     process = train(small_corpus, tmp_path, "--lr", 1e30, "--max-update", 5, check=False)
     refused(process, "--lr")

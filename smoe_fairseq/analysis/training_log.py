@@ -4,6 +4,7 @@ import json
 import math
 import re
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 from smoe_fairseq.files import read_text
@@ -14,6 +15,7 @@ NUMBER = re.compile(r"([\w./]+)[ =]([-+]?\d+(?:\.\d*)?(?:e[-+]?\d+)?)(?=,| \||$)
 VALID_NUMBER = re.compile(
     r" \| (\w+) ([-+]?\d+(?:\.\d*)?(?:e[-+]?\d+)?|nan|inf)(?= \||$)", re.ASCII
 )
+JSON_NUMBER = re.compile(r'"valid_(\w+)": "?([-+.\w]+)"?[,}]', re.ASCII)
 LAYER = re.compile(r"(?:encoder|decoder)\.layer\.\d+/", re.ASCII)
 TRAINING = re.compile(r"^(?:.*\| train_inner \| |.*INFO \| \S+ \| )?(epoch \d+:.*|\{.*\})$")
 
@@ -39,12 +41,13 @@ def read_lines(path: Path) -> Iterator[dict[str, float]]:
 
 
 def read_validations(path: Path) -> Iterator[dict[str, float]]:
-    """The values of each validation, in fairseq's simple format; a loss may be NaN or infinite."""
+    """The values of each validation, in the formats of `read_lines`; a loss may be NaN or infinite."""
     for line in read_text(path, MAX_BYTES).splitlines():
-        logged = line.partition(" | valid on '")[2]
-        values = {name: float(value) for name, value in VALID_NUMBER.findall(logged)}
-        if UPDATES in values:
-            yield values
+        found = VALID_NUMBER.findall(line.partition(" | valid on '")[2])
+        with suppress(ValueError):  # a line that is cut off
+            values = {name: float(value) for name, value in found or JSON_NUMBER.findall(line)}
+            if UPDATES in values:
+                yield values
 
 
 def _values(line: str) -> dict[str, float]:

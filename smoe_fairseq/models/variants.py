@@ -12,7 +12,9 @@ from fairseq.models import (
 )
 from fairseq.models.multilingual_transformer import MultilingualTransformerModel
 from fairseq.models.transformer import Embedding
+from omegaconf import OmegaConf, open_dict
 
+from smoe_fairseq.compat.replacing import replaces
 from smoe_fairseq.errors import UsageError
 from smoe_fairseq.models.checks import check_language_modeling, check_language_pairs
 from smoe_fairseq.models.hub import TrainedModel, task_name
@@ -142,3 +144,14 @@ for _model, _config in {
         register_model_architecture(_model, f"{_model}_{_name}")(_architecture)
     # fairseq registers a model's own name as an architecture that sets nothing.
     ARCH_CONFIG_REGISTRY[_model] = ARCH_CONFIG_REGISTRY[f"{_model}_base"]
+
+
+@replaces("fairseq_cli.train:add_defaults")
+def set_sizes_of_architecture(add_defaults, cfg) -> None:
+    """In a config of fairseq-hydra-train, which would get the sizes of the model, that is ``..._base``."""
+    name = getattr(cfg.model, "_name", None)
+    known = name in ARCH_CONFIG_REGISTRY and name.startswith("smoe_")
+    if known and OmegaConf.is_config(cfg.model):
+        with open_dict(cfg.model):
+            ARCH_CONFIG_REGISTRY[name](cfg.model)
+    add_defaults(cfg)

@@ -87,6 +87,8 @@ def check_before_training(call_main, cfg, *others, **options):
     if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun ends its ranks, unless it is killed itself
         end_with_parent()
     screen.begin(cfg)
+    if cfg.common.cpu and cfg.distributed_training.distributed_backend == "nccl":
+        cfg.distributed_training.distributed_backend = "gloo"  # fairseq's default is for GPUs only
     _expect_dropped_layers(cfg)
     if _has_experts(cfg.model):
         if cfg.distributed_training.ddp_backend == "fully_sharded":

@@ -12,6 +12,8 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 
+from smoe_fairseq.compat.replacing import replaces
+
 VARIABLE = "SMOE_SCREEN"
 CLEAR = "\r\033[K"  # clears a terminal's line
 FORMAT = "%(asctime)s | %(levelname)s | %(name)s | %(message)s"  # fairseq's
@@ -41,6 +43,15 @@ def begin(cfg) -> None:
     root.setLevel(logging.INFO)
     metric = cfg.checkpoint.best_checkpoint_metric
     _screen = Screen(float(seconds), cfg.optimization.max_update, metric)
+
+
+@replaces("fairseq.logging.progress_bar:progress_bar")
+def open_log_once(progress_bar, *arguments, log_file=None, **options):
+    """fairseq opens the log again for each epoch and validation, and writes each line as many times."""
+    handlers = logging.getLogger("fairseq.logging.progress_bar").handlers
+    opened = {getattr(handler, "baseFilename", None) for handler in handlers}
+    log_file = None if log_file and os.path.abspath(log_file) in opened else log_file
+    return progress_bar(*arguments, log_file=log_file, **options)
 
 
 def after_update(updates: int) -> None:
