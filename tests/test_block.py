@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 from reference import reference
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.checkpoint import checkpoint
 
 from smoe_fairseq.modules import StratifiedMoE, torch_features
@@ -281,6 +282,16 @@ def test_state_dict_has_the_contracts_names_and_shapes():
         "experts.w2": (6, D, F),
         "experts.b2": (6, D),
     }
+
+
+def test_moving_average_of_a_block_that_stays_is_the_block():
+    """torch also averages buffers, and truncates averages of integers."""
+    block = make_block("2-2-2-2")
+    average = AveragedModel(block, multi_avg_fn=get_ema_multi_avg_fn(0.9), use_buffers=True)
+    for _ in range(20):
+        average.update_parameters(block)
+    x, _ = make_input()
+    torch.testing.assert_close(average.eval()(x)[0], block.eval()(x)[0])
 
 
 @pytest.mark.parametrize("assign", [True, False])

@@ -520,7 +520,7 @@ class SMoEForConditionalGeneration(PreTrainedModel, GenerationMixin):
             nn.init.ones_(module.weight)
             nn.init.zeros_(module.bias)
         elif isinstance(module, StratifiedMoE):
-            module.compute_buffers()  # non-persistent buffers
+            module.compute_tables()
 
     def get_input_embeddings(self) -> nn.Embedding:
         return self.encoder.embed_tokens

@@ -149,7 +149,8 @@ class GroupedSum(torch.autograd.Function):
 
 def _passed_by(copies: Copies, weight: Tensor) -> int:
     """How many of the first experts no later stratum uses; at least one expert is left."""
-    return min(len(copies.own), len(weight) - 1)
+    own = copies.own.stop - copies.own.start  # torch.compile(dynamic=True) has no length of a range
+    return own if own < len(weight) else len(weight) - 1
 
 
 def _add(sum_E: Tensor | None, grad_E: Tensor, passed_by: int, unseen: int) -> Tensor:

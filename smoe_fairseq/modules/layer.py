@@ -98,18 +98,15 @@ class StratifiedMoE(nn.Module):
         self.masking = OutputMasking(config.fom) if config.fom else None
         branches = self.simple, self.masking, self.shared, self.residual, self.cmr
         self.branches = tuple(branch for branch in branches if branch is not None)
-        # Not in the state dict; `compute_buffers` computes them.
-        self.register_buffer("stratum_of_expert", None, persistent=False)
-        self.register_buffer("visible_of_gate", None, persistent=False)  # experts that a gate sees
-        self.compute_buffers()
-        self.register_load_state_dict_post_hook(StratifiedMoE.compute_buffers)
+        self.compute_tables()
+        self.register_load_state_dict_post_hook(StratifiedMoE.compute_tables)
         self.execution = config.execution
 
-    def compute_buffers(self, *_) -> None:
-        """Computes the non-persistent buffers on the device of the weights.
+    def compute_tables(self, *_) -> None:
+        """Computes the tables of experts on the device of the weights.
 
-        Otherwise they would be uninitialised after `to_empty`, and have no values when weights are
-        assigned to a block on the meta device.
+        They are not buffers: torch's moving averages would average them, and `to_empty` leave them without
+        values.
         """
         options = {"dtype": torch.long, "device": self.experts.w1.device}
         self.stratum_of_expert = torch.tensor(self.strata.stratum_of_expert, **options)
@@ -117,7 +114,7 @@ class StratifiedMoE(nn.Module):
 
     def _apply(self, *args, **kwargs):
         super()._apply(*args, **kwargs)
-        self.compute_buffers()
+        self.compute_tables()
         return self
 
     def _placement(self, expert_parallel: bool) -> Placement:
@@ -167,6 +164,10 @@ class StratifiedMoE(nn.Module):
                 f"padding_mask is {padding_mask.dtype} of shape {tuple(padding_mask.shape)}: expected "
                 f"torch.bool of shape {tuple(x.shape[:-1])}, True at padding"
             )
+        if (
+            self.stratum_of_expert.device != x.device
+        ):  # fully_shard moves only parameters and buffers
+            self.compute_tables()
         if fused.applies(self, x):
             return fused.forward(self, x, padding_mask, with_stats)
         with_stats = with_stats or self.stats_builder.returns_gate_logits
