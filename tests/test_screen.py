@@ -45,7 +45,7 @@ def test_a_checkpoint_is_shown_with_its_validation_loss(capsys):
     ]
 
 
-def test_the_metric_of_validation_has_its_name(tmp_path, monkeypatch, capsys):
+def test_the_metric_of_validation_has_its_name_and_the_end_its_reason(tmp_path, monkeypatch, capsys):
     log = tmp_path / "train.log"
     words = ["data", "--arch", "transformer", "--log-file", str(log)]
     words += ["--best-checkpoint-metric", "chrf", "--maximize-best-checkpoint-metric"]
@@ -55,9 +55,15 @@ def test_the_metric_of_validation_has_its_name(tmp_path, monkeypatch, capsys):
     root = logging.getLogger()
     monkeypatch.setattr(root, "handlers", [])
     monkeypatch.setattr(root, "level", root.level)
+    training = logging.getLogger("fairseq_cli.train")
+    monkeypatch.setattr(training, "handlers", [])
     screen.begin(convert_namespace_to_omegaconf(args))
     screen.after_save(10, {"val_loss": 21.5, "best": 21.5})
-    assert capsys.readouterr().out == "  update 10 | validation chrf 21.500 (best) | saved\n"
+    training.info("epoch 001 | loss 5")
+    training.info("early stop since valid performance hasn't improved for last 2 runs")
+    first, last = capsys.readouterr().out.splitlines()
+    assert first == "  update 10 | validation chrf 21.500 (best) | saved"
+    assert last.endswith("for last 2 runs")
 
 
 def test_a_terminal_has_one_line_that_is_written_over(clock, capsys, monkeypatch):

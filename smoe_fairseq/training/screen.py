@@ -43,6 +43,7 @@ def begin(cfg) -> None:
     root.setLevel(logging.INFO)
     metric = cfg.checkpoint.best_checkpoint_metric
     _screen = Screen(float(seconds), cfg.optimization.max_update, metric)
+    logging.getLogger("fairseq_cli.train").addHandler(_EarlyEnd())
 
 
 @replaces("fairseq.logging.progress_bar:progress_bar")
@@ -52,6 +53,15 @@ def open_log_once(progress_bar, *arguments, log_file=None, **options):
     opened = {getattr(handler, "baseFilename", None) for handler in handlers}
     log_file = None if log_file and os.path.abspath(log_file) in opened else log_file
     return progress_bar(*arguments, log_file=log_file, **options)
+
+
+class _EarlyEnd(logging.Handler):
+    """Shows fairseq's message that ``--patience`` or ``--stop-time-hours`` ends training."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        message = record.getMessage()
+        if message.startswith(("early stop", "Stopping training due to cumulative")):
+            _screen.end(message)
 
 
 def after_update(updates: int) -> None:
@@ -117,6 +127,10 @@ class Screen:
             mark = " (best)" if value == best else ""
             parts.append(f"validation {self.metric} {value:.3f}{mark}")
         self._line(" | ".join([*parts, "saved"]), stays=True)
+
+    def end(self, reason: str) -> None:
+        """Show why training ends before its last update."""
+        self._line(reason, stays=True)
 
     def _count(self, updates: int) -> str:
         of = f" of {self.max_update:,}" if self.max_update else ""
