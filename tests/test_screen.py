@@ -45,7 +45,9 @@ def test_a_checkpoint_is_shown_with_its_validation_loss(capsys):
     ]
 
 
-def test_the_metric_of_validation_has_its_name_and_the_end_its_reason(tmp_path, monkeypatch, capsys):
+def test_the_metric_of_validation_has_its_name_and_the_end_its_reason(
+    tmp_path, monkeypatch, capsys
+):
     log = tmp_path / "train.log"
     words = ["data", "--arch", "transformer", "--log-file", str(log)]
     words += ["--best-checkpoint-metric", "chrf", "--maximize-best-checkpoint-metric"]
