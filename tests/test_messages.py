@@ -166,6 +166,7 @@ def test_marks_of_the_interface_are_taken_off(message, text):
             "en-cy",
         ),
         ({"translations/source/cy/a.po": "nonsense\n"}, "a.po"),
+        ({"translations/source/cy/a.po": 'msgid "One"\nmsgstr "Un\n'}, "a.po"),
     ],
 )
 def test_an_archive_of_another_kind_is_refused(tmp_path, given, files, words):

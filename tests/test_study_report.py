@@ -117,12 +117,14 @@ def test_seeds_and_machines(two_runs):
     assert "n (times left out: of another job)" in made(folder)
 
 
-def test_a_run_that_diverged_is_in_the_report(two_runs):
+def test_a_run_that_diverged_is_reported_and_left_out(two_runs):
+    """Also if its loss was finite before: translations are those of a checkpoint that went wrong soon."""
     folder, _ = two_runs
-    shutil.copytree(folder / "results/multi30k/moe", folder / "results/multi30k/switch")
-    curve = folder / "results/multi30k/switch" / study_results.CURVE
-    curve.write_text(curve.read_text().replace("5.0", "nan").replace("3.5", "nan"))
-    assert rows(made(folder), "Systems")["switch"][5] == "nan"
+    curve = folder / "results/multi30k/smoe-4-4" / study_results.CURVE
+    curve.write_text(curve.read_text().replace("3.25", "nan"))  # its last loss
+    report = made(folder)
+    assert rows(report, "Systems")["smoe-4-4"][5] == "nan"
+    assert statement(report, "smoe-4-4 and moe")[0] == "0" and "not finite: smoe-4-4." in report
 
 
 @pytest.mark.filterwarnings("error")

@@ -28,6 +28,9 @@ _ESCAPE = re.compile(r"\\([<>\"'])")
 # polib breaks lines at these, gettext does not.
 _LINE_ENDS = re.compile("[\v\f\x1c-\x1e\x85\u2028\u2029]")
 
+# What polib reads, but gettext does not: a string without its end.
+_UNENDED = re.compile(r'^(?:msg[a-z]+(?:\[\d+\])?)?[ \t]*"(?:[^"\\\n]|\\.)*(?:\n|$)', re.M)
+
 Pairs = dict[str, str]  # English text to translation
 
 
@@ -152,7 +155,12 @@ def _archive(source: Path) -> Path:
 def _messages(archive: Path, path: PurePosixPath, content: bytes) -> list[tuple[str, str]]:
     """English and translation of all messages, except untranslated, fuzzy, obsolete and plural ones."""
     try:
-        entries = polib.pofile(_LINE_ENDS.sub(" ", content.decode("utf-8")))
+        text = _LINE_ENDS.sub(" ", content.decode("utf-8"))
+        if match := _UNENDED.search(text):
+            raise ValueError(
+                f"line {text.count(chr(10), 0, match.start()) + 1} has a string without its end"
+            )
+        entries = polib.pofile(text)
     except (UnicodeDecodeError, OSError, ValueError) as error:
         raise UsageError(f"{archive}: {path} is not a file of messages: {error}") from None
     return [

@@ -14,7 +14,7 @@ from smoe_fairseq.recipes.evaluation import scores
 from smoe_fairseq.recipes.evaluation.grid import Grid, markdown
 from smoe_fairseq.recipes.evaluation.table import system_costs
 from smoe_fairseq.recipes.folders import run_method, run_order
-from smoe_fairseq.recipes.processes import dry_run
+from smoe_fairseq.recipes.processes import dry_run, warn
 from smoe_fairseq.recipes.study import results as study_results
 from smoe_fairseq.recipes.study import tables
 from smoe_fairseq.recipes.study.results import Result, Systems, folder_of
@@ -82,6 +82,9 @@ def _systems(dataset: Dataset) -> dict[str, list[Result]]:
         if different := scores.different_tests(results[0].scores, result.scores, now={}):
             both = f"{result.folder} and {results[0].folder} are scored on different test sets"
             raise UsageError(f"{both} ({', '.join(different)}): score and save them again")
+    if mixed := scores.different_signatures(*(result.scores for result in results)):
+        where = f"{folder_of(dataset.name)}: scores of {', '.join(sorted(mixed))}"
+        warn(f"{where} cannot be compared, since their sacreBLEU signatures differ")
     systems: dict[str, list[Result]] = {}
     for result in results:
         systems.setdefault(run_method(result.name), []).append(result)

@@ -30,7 +30,7 @@ from smoe_fairseq.recipes.evaluation import scores
 from smoe_fairseq.recipes.evaluation.comparison import spearman
 from smoe_fairseq.recipes.evaluation.scores import Score
 from smoe_fairseq.recipes.folders import Folders, path_from_environment, run_seed
-from smoe_fairseq.recipes.processes import command, warn
+from smoe_fairseq.recipes.processes import command
 from smoe_fairseq.recipes.training import identity
 from smoe_fairseq.recipes.training.launcher import visible_gpus
 
@@ -254,9 +254,14 @@ class Result:
 
     @property
     def validation(self) -> float:
-        """The lowest validation loss, that of the scored checkpoint; NaN if none is finite."""
+        """The lowest validation loss, that of the scored checkpoint; NaN if the last one is not finite."""
         losses = [row["validation_nll"] for row in self.curve if row["validation_nll"] is not None]
-        return min((loss for loss in losses if math.isfinite(loss)), default=math.nan)
+        return min(filter(math.isfinite, losses)) if math.isfinite(losses[-1]) else math.nan
+
+    @property
+    def diverged(self) -> bool:
+        """Whether the run ended with a loss that is not finite: a study leaves its seed out."""
+        return math.isnan(self.validation)
 
     @property
     def logged(self) -> list[dict[str, float | None]]:
@@ -282,11 +287,7 @@ Systems = Mapping[str, Sequence[Result]]  # by method, a result for each seed
 def read(dataset: str) -> list[Result]:
     """The results of all runs, ordered by name."""
     folders = sorted(file.parent for file in folder_of(dataset).glob(f"*/{FILE}"))
-    results = [_read(folder) for folder in folders if folder.suffix not in (".partial", ".old")]
-    if mixed := scores.different_signatures(*(result.scores for result in results)):
-        where = f"{folder_of(dataset)}: scores of {', '.join(sorted(mixed))}"
-        warn(f"{where} cannot be compared, since their sacreBLEU signatures differ")
-    return results
+    return [_read(folder) for folder in folders if folder.suffix not in (".partial", ".old")]
 
 
 def _about(folder: Path) -> dict:

@@ -106,11 +106,11 @@ def pairs(systems: Systems, statement: Statement) -> dict[int | None, tuple[Resu
 
 
 def difference(systems: Systems, statement: Statement, measure: Measure) -> Difference:
-    """The difference over the seeds with finite values that one machine trained for both systems."""
+    """The difference over the seeds with finite losses that one machine trained for both systems."""
     diff = {
         seed: measure.of(one) - measure.of(other)
         for seed, (one, other) in pairs(systems, statement).items()
-        if one.machine == other.machine
+        if one.machine == other.machine and not (one.diverged or other.diverged)
     }
     finite = {seed: value for seed, value in diff.items() if math.isfinite(value)}
     return Difference(finite, measure.margin)
@@ -190,7 +190,7 @@ def statements_table(
 
 
 def _left_out(statements: Iterable[Statement], systems: Systems) -> list[str]:
-    """A note on the seeds that two machines trained."""
+    """Notes on the seeds that two machines trained, and on runs that diverged."""
     pairs_left_out = []
     for s in statements:
         both = pairs(systems, s).items()
@@ -198,7 +198,12 @@ def _left_out(statements: Iterable[Statement], systems: Systems) -> list[str]:
         names = ", ".join("the first" if seed is None else str(seed) for seed in seeds)
         pairs_left_out += [f"{s.first} and {s.second} ({names})"] if seeds else []
     start = "- **Seeds left out**, since two machines trained the systems"
-    return [f"{start}: {'; '.join(pairs_left_out)}."] if pairs_left_out else []
+    notes = [f"{start}: {'; '.join(pairs_left_out)}."] if pairs_left_out else []
+    if diverged := [r.name for results in systems.values() for r in results if r.diverged]:
+        notes.append(
+            f"- **Runs left out**, since their last loss is not finite: {', '.join(diverged)}."
+        )
+    return notes
 
 
 @styled
