@@ -168,7 +168,7 @@ def test_what_processes_hold_and_send_is_that_on_paper():
     experts = 2 * 4 * (8 * 16 * 2 + 16 + 8)
     everything = json.loads(smoe("cost", "--json", *TINY_SIZES).stdout)["parameters"]
     shared = everything - experts
-    costs = processes("--world-size", 2, "--max-tokens", 100, "--update-freq", 3)
+    costs = processes("--world-size", 2, "--max-tokens", 100, "--update-freq", "1,3")
     expected = {
         "memory": 16 * everything,
         "gradients": 4 * everything,  # 2 (2 - 1) / 2 of 4 bytes each

@@ -51,6 +51,15 @@ def test_another_number_of_ranks_touches_nothing(ranks, small_corpus, saves, tmp
     assert {path: path.read_bytes() for path in (tmp_path / "run").iterdir()} == before
 
 
+def test_advice_for_a_process_without_sharded_experts_works(ranks, small_corpus, saves, tmp_path):
+    shutil.copytree(saves[3], tmp_path / "run")
+    run = ranks.start(tmp_path / "logs", 1, *flags(small_corpus, tmp_path / "run"), one=True)
+    assert run.wait(60) == [1]
+    command = run.output(0).splitlines()[-1].partition(" with smoe ")[2]
+    assert main(command.replace("another/folder", str(tmp_path / "new")).split()) == 0
+    assert (tmp_path / "new" / LAST).exists()
+
+
 def test_a_half_published_set_is_read_as_it_was_meant(saves, tmp_path, capsys):
     """Without touching it: machines may be gone, and `smoe reshard` is what helps then."""
     before = half_published(saves, tmp_path / "run")

@@ -27,15 +27,16 @@ LAYERS = {
     "compat": {"errors", "files", "forms"},
     "modules": set(),
     "translate": {"errors", "files", "flags", "forms", "modules"},
-    "models": {"compat", "errors", "files", "host_memory", "modules", "translate"},
-    "criterions": {"errors", "models", "modules"},
+    "models": {"compat", "errors", "files", "flags", "host_memory", "modules", "translate"},
+    "criterions": {"errors", "flags", "models", "modules"},
     "huggingface": {"errors", "files", "forms", "modules"},
     "checkpoints": {
-        *("compat", "errors", "files", "forms", "host_memory", "huggingface", "models", "modules")
+        *("compat", "errors", "files", "flags", "forms", "host_memory", "huggingface"),
+        *("models", "modules"),
     },
     "training": {
-        *("checkpoints", "compat", "criterions", "errors", "files", "host_memory", "models"),
-        *("modules", "translate"),
+        *("checkpoints", "compat", "criterions", "errors", "files", "flags", "host_memory"),
+        *("models", "modules", "translate"),
     },
     "analysis": {ROOT, "checkpoints", "errors", "files", "flags", "forms", "models", "modules"},
     "serve": {

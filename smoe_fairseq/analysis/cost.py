@@ -97,6 +97,11 @@ def build_meta_model(args: Namespace, vocabulary: int, outputs: int | None = Non
 TOKENS = 4096
 
 
+def number(text: str) -> int:
+    """A number, or the largest of fairseq's list, which has one for each epoch."""
+    return max(map(int, text.split(",")))
+
+
 def add_run_arguments(parser) -> None:
     """Flags other than the model's, with defaults of fairseq or, if it has none, of the recipes."""
 
@@ -106,7 +111,7 @@ def add_run_arguments(parser) -> None:
 
     add_flag(parser, "--max-tokens", "N", "tokens per batch", int, TOKENS)
     add_flag(parser, "--batch-size", "N", "maximum number of sentences per batch", int)
-    add_flag(parser, "--update-freq", "N", "batches per update", int, 1)
+    add_flag(parser, "--update-freq", "N", "batches per update", number, 1)
     for flag in ("fp16", "bf16", "memory-efficient-fp16", "memory-efficient-bf16"):
         parser.add_argument(f"--{flag}", action="store_true", help=f"train in {flag[-4:]}")
     parser.add_argument("--fp16-no-flatten-grads", action="store_true", help="with --fp16")

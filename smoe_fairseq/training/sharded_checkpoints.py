@@ -190,7 +190,7 @@ def _check_unsharded(trainer, path: Path) -> None:
     if files:
         raise UsageError(
             f"{files[min(files)]} is of {len(files)} ranks: resume with as many and --expert-parallel, "
-            f"or make one file with smoe reshard {path} --world-size 1 --output {path}"
+            f"or make one file with smoe reshard {path} --world-size 1 --output another/folder/{path.name}"
         )
     record = io.record_of(path)
     if record is not None and record.world_size > 1:
