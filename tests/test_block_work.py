@@ -169,6 +169,9 @@ def test_compiles_for_batches_of_any_length(dynamic):
         torch.testing.assert_close(y, expected)
     with pytest.raises(RuntimeError, match=r"torch\.export"), torch.no_grad():
         torch.jit.trace(block.eval(), (x,))
+    for transform in (torch.vmap, torch.func.grad):
+        with pytest.raises(RuntimeError, match="StratifiedMoE"):
+            transform(lambda x: block(x)[0].sum())(x)
 
 
 @needs_grouped_mm

@@ -72,6 +72,8 @@ def test_fairseqs_own_options_use_fairseqs_search(model, text):
     groups = model.translate(text, beam=4, max_len_b=10, diverse_beam_groups=2, **direction)
     assert len(groups) == len(text)
     assert len(model.sample(text[:2], beam=2, max_len_b=5, **direction)) == 2
+    with pytest.raises(UsageError, match="text 2"):
+        model.translate([text[0], None], **GIVEN)
     with pytest.raises(UsageError, match="beams"):
         model.translate(text, beams=3, **direction)
 
@@ -160,6 +162,9 @@ def test_a_prefix_begins_every_translation(folder, text):  # noqa: F811
     for row in rows:
         assert all(each["text"].startswith("1 2") for each in row["hypotheses"])
         assert all(len(each["scores"]) == len(each["tokens"]) for each in row["hypotheses"])
+    words = ("--prefix", "1 2", "--max-len-a", 0, "--max-len-b", 1)
+    _, said = translate(folder, "run", *WORDS, *words, text=text[0], check=False)
+    assert "error: --prefix" in said and "--max-len-b" in said
 
 
 def test_line_by_line_each_line_is_answered_before_the_next(folder, text):  # noqa: F811

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from smoe_fairseq.modules import fused, inference
+from smoe_fairseq.modules import fused, inference, torch_features
 from smoe_fairseq.modules.branches import (
     ConditionalRouting,
     OutputMasking,
@@ -149,14 +149,21 @@ class StratifiedMoE(nn.Module):
 
         Raises:
             ValueError: ``padding_mask`` has another shape or type.
-            RuntimeError: within `torch.jit.trace`.
+            RuntimeError: within `torch.jit.trace`, or a transform of `torch.func` or `torch.vmap`.
 
         Returns:
             ``y`` that replaces ``x`` (residual included; padding is unchanged), and the statistics; None
             without ``with_stats``, unless ``gate_residual="layers"``.
         """
-        if not torch.compiler.is_compiling() and torch.jit.is_tracing():
-            raise RuntimeError("torch.jit.trace records the routing of one input: use torch.export")
+        if not torch.compiler.is_compiling():
+            if torch.jit.is_tracing():
+                raise RuntimeError(
+                    "torch.jit.trace records the routing of one input: use torch.export"
+                )
+            if torch_features.has_transform():
+                raise RuntimeError(
+                    "torch.func and torch.vmap do not support StratifiedMoE: use autograd"
+                )
         if padding_mask is not None and (
             padding_mask.shape != x.shape[:-1] or padding_mask.dtype != torch.bool
         ):

@@ -9,6 +9,9 @@ import torch.nn.functional as F
 # can hang on an expert without rows (pytorch issue 152668).
 grouped_mm = getattr(F, "grouped_mm", None)
 
+# Whether a transform of torch.func is active, such as `torch.func.grad` or `torch.vmap`.
+has_transform = getattr(torch._C, "_are_functorch_transforms_active", bool)
+
 # Devices that support autocast. Queried at import, since torch 2.11 cannot trace the query.
 AUTOCAST = frozenset(
     filter(torch.amp.is_autocast_available, ("cpu", "cuda", "mps", "xpu", "hpu", "mtia", "xla"))

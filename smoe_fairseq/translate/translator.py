@@ -44,9 +44,9 @@ _SURROGATE = re.compile(r"[\ud800-\udfff]")
 
 def check_texts(texts: Iterable) -> None:
     """Raise UsageError if one is not a string, or has half of a surrogate pair, such as "\\ud800" in JSON."""
-    for text in texts:
+    for number, text in enumerate(texts, 1):
         if not isinstance(text, str):
-            raise UsageError(f"{text!r:.60}: expected a text")
+            raise UsageError(f"text {number} is {text!r:.60}: expected a text")
         if _SURROGATE.search(text):
             raise UsageError(f"{text!r:.60} holds half of a surrogate pair, which is no character")
 
@@ -463,6 +463,10 @@ class BatchTranslator:
             sample = dataset.collater([dataset[index] for index in batch])
             order = sample["id"].tolist()
             prefix = readout.prefixes(options.prefix, [begins[index] for index in order])
+            most = int(options.max_len_a * lengths[batch].min() + options.max_len_b)
+            if options.prefix and prefix is not None and prefix.shape[1] > most:
+                limit = f"at most {most} subwords, the limit of --max-len-a and --max-len-b"
+                raise UsageError(f"--prefix {options.prefix!r}: expected {limit}")
             sample, prefix = utils.apply_to_sample(
                 lambda x: x.to(self.translator.device), (sample, prefix)
             )
