@@ -6,6 +6,7 @@ import pytest
 import torch
 from sampling import soak
 from torch import nn
+from torch._dynamo.testing import CompileCounter
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from smoe_fairseq.modules import StratifiedMoE, grouped, torch_features
@@ -159,14 +160,16 @@ def test_memory_kept_for_the_backward_pass(strata):
 @needs_grouped_mm
 @pytest.mark.parametrize("dynamic", [None, True])
 def test_compiles_for_batches_of_any_length(dynamic):
-    """As in training by default: each expert has a capacity."""
+    """As in training by default: each expert has a capacity. The second graph is for all other lengths."""
     block = make_block("4-4", capacity_factor=2.0)
     torch._dynamo.reset()
-    compiled = torch.compile(block, fullgraph=not dynamic, backend="eager", dynamic=dynamic)
-    for tokens in (T, T - 2, T + 7):
+    graphs = CompileCounter()
+    compiled = torch.compile(block, fullgraph=not dynamic, backend=graphs, dynamic=dynamic)
+    for tokens in (T, T - 2, T + 7, T + 1):
         x = torch.randn(tokens, D)
         (y, _), (expected, _) = compiled(x), block(x)
         torch.testing.assert_close(y, expected)
+    assert dynamic or graphs.frame_count == 2
     with pytest.raises(RuntimeError, match=r"torch\.export"), torch.no_grad():
         torch.jit.trace(block.eval(), (x,))
     for transform in (torch.vmap, torch.func.grad):

@@ -9,6 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+# Behind the last row. A multiple of their number would have torch.compile make a graph for each.
+_BEYOND = 1 << 40
+
 
 class Copies(NamedTuple):
     """The copies of T tokens for the E experts that a gate sees, numbered from 0."""
@@ -32,7 +35,7 @@ class DispatchPlan(NamedTuple):
     def of(cls, copies: Copies, rows: int) -> "DispatchPlan":
         """Sort copies by expert, then by rank."""
         kept_E = copies.kept_E
-        start_E1 = F.pad(kept_E.cumsum(0) - kept_E, (0, 1), value=2 * rows)
+        start_E1 = F.pad(kept_E.cumsum(0) - kept_E, (0, 1), value=_BEYOND)
         start_TK = start_E1.index_select(0, copies.expert_TK.flatten()).view_as(copies.expert_TK)
         row_TK = start_TK.add_(copies.rank_TK).clamp_(max=rows - 1)
         copy_N = torch.arange(row_TK.numel(), device=row_TK.device)
