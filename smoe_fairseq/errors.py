@@ -33,7 +33,7 @@ class UsageError(Exception):
 # Raised for bad input by fairseq and its libraries. Other errors, such as most RuntimeErrors of torch, keep
 # their stack traces.
 _INPUT_ERRORS = (OSError, ValueError, LookupError, TypeError, AttributeError, AssertionError)
-_INPUT_ERRORS += (ArithmeticError, ImportError, EOFError, struct.error)
+_INPUT_ERRORS += (ArithmeticError, ImportError, EOFError, NotImplementedError, struct.error)
 _LIBRARIES = ("omegaconf", "hydra", "sentencepiece")  # all their errors are about settings or files
 # RuntimeErrors for bad input begin like this: torch's for other shapes, and fairseq's about its flags.
 _INPUT_MESSAGES = ("Error(s) in loading state_dict", "--")

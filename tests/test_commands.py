@@ -31,6 +31,13 @@ def test_post_norm_model_translates_with_and_without_the_plugin(corpus, post_nor
     )
 
 
+def test_shards_of_a_text_are_translated_apart(corpus, post_norm):
+    """By jobs of a cluster."""
+    words = ("--user-dir", Path(smoe_fairseq.__file__).parent, "--batch-size", 3, "--num-shards", 2)
+    first, second = (generate(corpus, post_norm, *words, "--shard-id", i) for i in (0, 1))
+    assert sorted([*first, *second]) == list(range(16)) and first and second
+
+
 def test_interactive(corpus, post_norm):
     output = run("fairseq-interactive", *generation(corpus, post_norm), stdin="a b c\n").stdout
     assert list(hypotheses(output)) == [0]

@@ -87,7 +87,7 @@ def test_seeds_of_two_machines_and_diverged_runs_are_left_out():
     found = difference(runs, Statement("", "dense", "moe"), MEASURES["loss"])
     assert found.by_seed == {0: 0.5, 3: 0.5}
     grid = table([Statement("", "dense", "moe")], runs, {})
-    assert "dense and moe (2)" in grid.notes[-1]
+    assert "dense and moe (2)" in grid.notes[-2] and "dense.seed-1" in grid.notes[-1]
 
 
 def test_the_table_and_the_picture():

@@ -136,6 +136,14 @@ def test_directions(model):
     assert model.translate(["1 2"], source_lang="fr", target_lang="de", **SEARCH)  # never seen
 
 
+def test_another_direction_than_that_of_a_bilingual_model(two_updates):
+    for languages in (("en", "tgt"), ("tgt", "src")):
+        direction = dict(zip(("source_lang", "target_lang"), languages))
+        with pytest.raises(UsageError, match="no such direction; expected src-tgt"):
+            SMoETransformerModel.from_pretrained(two_updates, **direction)
+    assert SMoETransformerModel.from_pretrained(two_updates, source_lang="src")
+
+
 def test_what_a_program_gives_is_looked_at(model):
     texts = ["1 2", "3 4"]
     expected = model.translate(texts, source_lang="fr", **SEARCH)

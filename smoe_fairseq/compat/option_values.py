@@ -87,9 +87,7 @@ def check_options(cfg) -> None:
         raise UsageError(f"--nbest {best}: expected at most --beam {beam}")
     window, sample = _value(cfg, "eval_lm.context_window"), _value(cfg, "task.tokens_per_sample")
     if window and window >= sample:
-        raise UsageError(
-            f"--context-window {window}: expected less than --tokens-per-sample {sample}"
-        )
+        raise UsageError(f"--context-window {window}: expected below --tokens-per-sample {sample}")
     for option in ("adam_betas", "adamax_betas", "lamb_betas", "adafactor_eps"):
         pair = _value(cfg, name := f"optimizer.{option}")
         if pair is not None and not _is_pair(pair):

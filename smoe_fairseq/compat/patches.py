@@ -28,9 +28,8 @@ logger = logging.getLogger(__name__)
 # Lets fairseq's dataclasses hold instances of each other as defaults.
 #
 # For fairseq 0.12.2 on Python 3.11 and later, where ``@dataclass`` refuses default values without
-# ``__hash__`` ("mutable default ... is not allowed"). Instances of plain dataclasses have none, and they are
-# the defaults in ``fairseq.dataclass.configs.FairseqConfig``, so ``import fairseq`` fails. fairseq never
-# changes these defaults in place, so its dataclasses, and those that plugins derive from them, get a hash.
+# ``__hash__`` ("mutable default ... is not allowed"). Plain dataclasses have none, so ``import fairseq``
+# fails. fairseq never changes these defaults in place, so its dataclasses, and plugins' of them, get a hash.
 
 
 @patches("dataclasses")
@@ -53,8 +52,7 @@ def hash_dataclasses(dataclasses: ModuleType) -> None:
 
 # Drops warnings about fairseq's calls of torch.jit and hydra, some forty lines at every command's start.
 #
-# For fairseq 0.12.2 on torch 2.14 and hydra 1.1, and later. They concern old functions and headers inside
-# fairseq, which still work, and users cannot change them.
+# For fairseq 0.12.2 on torch 2.14 and hydra 1.1, and later. They concern fairseq's code, which still works.
 
 
 @patches("torch.jit")

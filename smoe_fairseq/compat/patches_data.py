@@ -150,6 +150,15 @@ def read_open_files(original, hypotheses, references, *arguments, **options):
     return original(list(hypotheses), [list(each) for each in references], *arguments, **options)
 
 
+# Lets ``fairseq-score --sentence-bleu`` make a scorer: for fairseq 0.12.2, which passes numbers for a config.
+
+
+@patches("fairseq.scoring.bleu:Scorer.__init__")
+def take_numbers(original, scorer, *config):
+    numbers = SimpleNamespace(**dict(zip(("pad", "eos", "unk"), config)))
+    original(scorer, numbers if len(config) == 3 else config[0])
+
+
 # Scores all of a text or none of it.
 #
 # For fairseq 0.12.2 on any Python. ``fairseq-eval-lm`` skips blocks that are too long for the model, and

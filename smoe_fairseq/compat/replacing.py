@@ -63,7 +63,8 @@ def when_imported(name: str, action: Action) -> None:
     ``PACKAGE.*`` means a package and each module in it.
     """
     for module in [m for other, m in sys.modules.items() if name in (other, _pattern(other)) and m]:
-        action(module)
+        if not getattr(module.__spec__, "_initializing", False):  # else the finder calls it
+            action(module)
     _WaitingFinder.actions.setdefault(name, []).append(action)
     if _WaitingFinder not in sys.meta_path:
         sys.meta_path.insert(0, _WaitingFinder)
@@ -80,8 +81,7 @@ class _WaitingFinder:
 
     @classmethod
     def find_spec(cls, name, path=None, target=None):
-        actions = [*cls.actions.get(name, ()), *cls.actions.get(_pattern(name), ())]
-        if not actions:
+        if not cls.actions.keys() & {name, _pattern(name)}:
             return None
         others = (finder for finder in sys.meta_path if finder is not cls)
         spec = next(filter(None, (each.find_spec(name, path, target) for each in others)), None)
@@ -91,7 +91,8 @@ class _WaitingFinder:
 
         def execute_then_act(module: ModuleType) -> None:
             execute(module)
-            for action in actions:
+            # An import in the module may have added some.
+            for action in [*cls.actions.get(name, ()), *cls.actions.get(_pattern(name), ())]:
                 action(module)
 
         spec.loader.exec_module = execute_then_act

@@ -261,7 +261,13 @@ class Translator(TrainedModel):
             if instead := _OTHERS.get(task_name(saved.task)):
                 raise UsageError(f"{first} {instead}")
             if not _is_multilingual(saved.task):  # a multilingual task gets its direction later
-                overrides |= {name: lang for name, lang in languages.items() if lang is not None}
+                given = {name: lang for name, lang in languages.items() if lang is not None}
+                trained = {name: getattr(saved.task, name, None) for name in languages}
+                if None not in trained.values() and given.items() - trained.items():
+                    named = ", ".join(f"{name}={lang!r}" for name, lang in given.items())
+                    only = "-".join(trained.values())
+                    raise UsageError(f"{first}: {named}: no such direction; expected {only}")
+                overrides |= given
 
         translator = super().of_run(first, checkpoint_file, data, prepare, **overrides)
         translator.source_lang, translator.target_lang = source_lang, target_lang

@@ -1,4 +1,4 @@
-"""Changes to ``fairseq-train``: the position in an epoch, validation, and early stopping."""
+"""Changes to ``fairseq-train``: the position in an epoch, validation, early stopping; and to generation."""
 
 import os
 import sys
@@ -50,6 +50,15 @@ def resume_on_any_ranks(original, epochs, state):
             f"the checkpoint was saved after batch {position} of its epoch, but the epoch has fewer batches "
             "now: expected the data and batch size of its training, or --reset-dataloader"
         ) from None
+
+
+@replaces("fairseq_cli.generate:_main")
+def share_sentences(original, cfg, output_file):
+    """Lets ``--num-shards`` and ``--shard-id`` divide the sentences; fairseq reads other options."""
+    if cfg.dataset.num_shards > 1:
+        place, shards = cfg.distributed_training, cfg.dataset
+        place.distributed_world_size, place.distributed_rank = shards.num_shards, shards.shard_id
+    return original(cfg, output_file)
 
 
 # Functions of ``fairseq_cli.train``, if it is running.
