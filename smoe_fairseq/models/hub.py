@@ -167,7 +167,7 @@ class TrainedModel(GeneratorHubInterface):
         """Load the model of a run's folder or checkpoint.
 
         Args:
-            prepare: called with the saved config and ``overrides`` before the overrides are applied.
+            prepare: called with the saved config, ``overrides`` and ``data``, before these are applied.
 
         Raises:
             UsageError: a file is missing, damaged, or does not fit the others.
@@ -180,7 +180,7 @@ class TrainedModel(GeneratorHubInterface):
         with naming_file(checkpoint):
             data = data_of(checkpoint, str(getattr(saved.task, "data", None) or ""), data)
             if prepare is not None:
-                prepare(saved, overrides)
+                prepare(saved, overrides, data)
             check_names(saved, overrides)
             overwrite_args_by_name(saved, {**overrides, "data": data})
         with knowing_direction(data, "source_lang and target_lang"):
@@ -257,16 +257,23 @@ class Translator(TrainedModel):
         first, *others = run
         languages = {"source_lang": source_lang, "target_lang": target_lang}
 
-        def prepare(saved, overrides: dict) -> None:
+        def prepare(saved, overrides: dict, data: str) -> None:
             if instead := _OTHERS.get(task_name(saved.task)):
                 raise UsageError(f"{first} {instead}")
             if not _is_multilingual(saved.task):  # a multilingual task gets its direction later
                 given = {name: lang for name, lang in languages.items() if lang is not None}
                 trained = {name: getattr(saved.task, name, None) for name in languages}
-                if None not in trained.values() and given.items() - trained.items():
-                    named = ", ".join(f"{name}={lang!r}" for name, lang in given.items())
-                    only = "-".join(trained.values())
-                    raise UsageError(f"{first}: {named}: no such direction; expected {only}")
+                folder = split_paths(data)[0]
+                for name, lang in given.items():
+                    if trained[name] and trained[name] != lang:
+                        expected = (
+                            f"expected {trained[name]}, since it was trained for one direction"
+                        )
+                        raise UsageError(f"{first}: {name}={lang!r}: no such direction; {expected}")
+                    if not Path(folder, f"dict.{lang}.txt").exists():
+                        raise UsageError(
+                            f"{name}={lang!r}: {folder} has no dictionary of this language"
+                        )
                 overrides |= given
 
         translator = super().of_run(first, checkpoint_file, data, prepare, **overrides)

@@ -66,7 +66,7 @@ class SMoETransformerLanguageModel(SparseModel, FairseqLanguageModel):
             UsageError: a file is missing, damaged, or does not fit the others.
         """
 
-        def check(saved, _) -> None:
+        def check(saved, *_) -> None:
             if task_name(saved.task) != "language_modeling":
                 raise UsageError(
                     f"{run} is no language model: expected SMoETransformerModel.from_pretrained"
