@@ -147,9 +147,8 @@ def is_fairseq_command() -> bool:
 
 # Lets ``--bf16`` train on the GPU or the CPU.
 #
-# For fairseq 0.12.2 on any Python. Its command line implies ``--tpu`` from ``--bf16`` and fails with
-# "'NoneType' object has no attribute 'xla_device'" if torch_xla is not installed. Here ``--bf16`` implies
-# ``--tpu`` only if torch_xla is installed.
+# For fairseq 0.12.2 on any Python, where ``--bf16`` implies ``--tpu``, which fails without torch_xla
+# ("'NoneType' object has no attribute 'xla_device'"). Here it does so only if that is installed.
 
 
 @patches("fairseq.options:parse_args_and_arch")
@@ -217,11 +216,9 @@ def use_task_of_checkpoint(original, parser, input_args=None, *others, **options
     return original(parser, input_args, *others, **options)
 
 
-# An error message for a checkpoint whose model or task is not registered, for example without
-# ``--user-dir``.
+# Names a model or task that is not registered, for example without ``--user-dir``.
 #
-# For fairseq 0.12.2 on any Python. It ends in ``KeyError: '_name'`` while it composes its own message, or in
-# an AssertionError with all settings of the task.
+# For fairseq 0.12.2 on any Python, which ends in ``KeyError: '_name'``, or in an AssertionError.
 
 
 _OURS = "smoe_"
@@ -304,8 +301,7 @@ def _unregistered(kind: str, name: str) -> str:
 
 # Lets models of ``translation_multi_simple_epoch`` translate through fairseq's Python interface.
 #
-# For fairseq 0.12.2 on any Python. ``GeneratorHubInterface`` passes an argument to every task's
-# ``build_generator`` that this task does not accept, so translation ends in a TypeError.
+# For fairseq 0.12.2 on any Python, which passes an argument that this task's ``build_generator`` lacks.
 
 
 @patches(
