@@ -181,6 +181,20 @@ def test_hydra_trains_the_size_of_the_architecture(small_corpus, tmp_path):
     assert log.count("epoch 002 | valid on") == 1, log  # fairseq opens the file for each epoch
 
 
+@pytest.mark.parametrize(
+    "flags, named",
+    [
+        (
+            ["--write-checkpoints-asynchronously"],
+            "iopath",
+        ),  # fairseq would train nothing, with success
+        (["--max-tokens-valid", 2], "--max-tokens-valid 2"),
+    ],
+)
+def test_flags_that_cannot_work_are_named(small_corpus, tmp_path, flags, named):
+    refused(train(small_corpus, tmp_path, "--max-update", 1, *flags, check=False), named)
+
+
 def test_numbers_that_are_none_end_in_one_sentence(small_corpus, tmp_path):
     process = train(small_corpus, tmp_path, "--lr", 1e30, "--max-update", 5, check=False)
     refused(process, "--lr")

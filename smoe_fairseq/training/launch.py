@@ -7,6 +7,7 @@ import time
 from argparse import Namespace
 from collections.abc import Mapping
 from datetime import timedelta
+from importlib.util import find_spec
 from pathlib import Path
 from urllib.parse import urlparse
 
@@ -89,6 +90,8 @@ def check_before_training(call_main, cfg, *others, **options):
     screen.begin(cfg)
     if cfg.common.cpu and cfg.distributed_training.distributed_backend == "nccl":
         cfg.distributed_training.distributed_backend = "gloo"  # fairseq's default is for GPUs only
+    if cfg.checkpoint.write_checkpoints_asynchronously and find_spec("iopath") is None:
+        raise UsageError("--write-checkpoints-asynchronously needs: pip install iopath")
     _expect_dropped_layers(cfg)
     if _has_experts(cfg.model):
         if cfg.distributed_training.ddp_backend == "fully_sharded":
