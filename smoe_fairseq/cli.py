@@ -74,9 +74,8 @@ COMMANDS = {
 @flush_stdout()
 def main(argv: list[str] | None = None) -> int:
     """Runs one subcommand and returns its exit status."""
-    atexit.register(
-        gc.freeze
-    )  # else Python searches torch's objects for garbage as it exits: a second
+    # Otherwise Python searches all of torch's objects for garbage as it exits, for a second.
+    atexit.register(gc.freeze)
     argv = sys.argv[1:] if argv is None else argv
     parser = CommandParser(prog="smoe", description="Tools of smoe_fairseq.")
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)

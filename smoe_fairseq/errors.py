@@ -75,7 +75,8 @@ def one_line(error: BaseException) -> str | None:
     if missing := _NULL.search(message):
         return f"--{missing[1].replace('_', '-')} is missing"
     if limit := re.search(r"should not exceed max_tokens=(\d+)", message):
-        return f"--max-tokens or --max-tokens-valid {limit[1]}: too few for the longest sentence"
+        valid = "-valid" * (("--max-tokens-valid", limit[1]) in zip(sys.argv, sys.argv[1:]))
+        return f"--max-tokens{valid} {limit[1]}: expected at least the longest sentence's length"
     if "Original Traceback" in message:  # forwarded by torch from a process that loads data
         message = str(error).strip().splitlines()[-1]
     message = message.removeprefix(f"{type(error).__name__}: ")[:_MAX_LENGTH]

@@ -168,9 +168,8 @@ def test_fairseq_score_reads_files_on_any_sacrebleu(tmp_path):
         (tmp_path / name).write_text(text)
     words = ("--sys", tmp_path / "sys", "--ref", tmp_path / "ref", "--sacrebleu")
     result = run("fairseq-score", *words, fresh=True)
-    assert (
-        "BLEU4 = 100.00" in run("fairseq-score", *words[:-1], "--sentence-bleu", fresh=True).stdout
-    )
+    by_sentence = run("fairseq-score", *words[:-1], "--sentence-bleu", fresh=True)
+    assert "BLEU4 = 100.00" in by_sentence.stdout
     sys, ref = (text.splitlines() for text in texts.values())
     assert f"BLEU = {sacrebleu.corpus_bleu(sys, [ref]).score:.2f}" in result.stdout
 

@@ -184,10 +184,8 @@ def test_hydra_trains_the_size_of_the_architecture(small_corpus, tmp_path):
 @pytest.mark.parametrize(
     "flags, named",
     [
-        (
-            ["--write-checkpoints-asynchronously"],
-            "iopath",
-        ),  # fairseq would train nothing, with success
+        # fairseq would train nothing, with success
+        (["--write-checkpoints-asynchronously"], "iopath"),
         (["--max-tokens-valid", 2], "--max-tokens-valid 2"),
     ],
 )

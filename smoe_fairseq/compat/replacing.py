@@ -63,7 +63,7 @@ def when_imported(name: str, action: Action) -> None:
     ``PACKAGE.*`` means a package and each module in it.
     """
     for module in [m for other, m in sys.modules.items() if name in (other, _pattern(other)) and m]:
-        if not getattr(module.__spec__, "_initializing", False):  # else the finder calls it
+        if not getattr(module.__spec__, "_initializing", False):  # else the finder does, at the end
             action(module)
     _WaitingFinder.actions.setdefault(name, []).append(action)
     if _WaitingFinder not in sys.meta_path:
@@ -91,7 +91,6 @@ class _WaitingFinder:
 
         def execute_then_act(module: ModuleType) -> None:
             execute(module)
-            # An import in the module may have added some.
             for action in [*cls.actions.get(name, ()), *cls.actions.get(_pattern(name), ())]:
                 action(module)
 

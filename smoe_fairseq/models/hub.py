@@ -236,6 +236,18 @@ _OTHERS = {
 }
 
 
+def _check_languages(run, task, given: Mapping[str, str], data: str) -> None:
+    """Raise UsageError if a bilingual task has another direction, or ``data`` no dictionary of a language."""
+    folder = split_paths(data)[0]
+    for name, lang in given.items():
+        trained = getattr(task, name, None)
+        if trained and trained != lang:
+            expected = f"expected {trained}, since it was trained for one direction"
+            raise UsageError(f"{run}: {name}={lang!r}: no such direction; {expected}")
+        if not Path(folder, f"dict.{lang}.txt").exists():
+            raise UsageError(f"{name}={lang!r}: {folder} has no dictionary of this language")
+
+
 class Translator(TrainedModel):
     """A `TrainedModel` that translates raw text; the direction is chosen at each call."""
 
@@ -262,18 +274,7 @@ class Translator(TrainedModel):
                 raise UsageError(f"{first} {instead}")
             if not _is_multilingual(saved.task):  # a multilingual task gets its direction later
                 given = {name: lang for name, lang in languages.items() if lang is not None}
-                trained = {name: getattr(saved.task, name, None) for name in languages}
-                folder = split_paths(data)[0]
-                for name, lang in given.items():
-                    if trained[name] and trained[name] != lang:
-                        expected = (
-                            f"expected {trained[name]}, since it was trained for one direction"
-                        )
-                        raise UsageError(f"{first}: {name}={lang!r}: no such direction; {expected}")
-                    if not Path(folder, f"dict.{lang}.txt").exists():
-                        raise UsageError(
-                            f"{name}={lang!r}: {folder} has no dictionary of this language"
-                        )
+                _check_languages(first, saved.task, given, data)
                 overrides |= given
 
         translator = super().of_run(first, checkpoint_file, data, prepare, **overrides)

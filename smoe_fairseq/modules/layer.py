@@ -171,9 +171,7 @@ class StratifiedMoE(nn.Module):
                 f"padding_mask is {padding_mask.dtype} of shape {tuple(padding_mask.shape)}: expected "
                 f"torch.bool of shape {tuple(x.shape[:-1])}, True at padding"
             )
-        if (
-            self.stratum_of_expert.device != x.device
-        ):  # fully_shard moves only parameters and buffers
+        if self.stratum_of_expert.device != x.device:  # fully_shard moved only the weights
             self.compute_tables()
         if fused.applies(self, x):
             return fused.forward(self, x, padding_mask, with_stats)

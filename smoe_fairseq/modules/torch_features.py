@@ -10,7 +10,7 @@ import torch.nn.functional as F
 grouped_mm = getattr(F, "grouped_mm", None)
 
 # Whether a transform of torch.func is active, such as `torch.func.grad` or `torch.vmap`.
-has_transform = getattr(torch._C, "_are_functorch_transforms_active", bool)
+has_transform = getattr(torch._C, "_are_functorch_transforms_active", lambda: False)
 
 # Devices that support autocast. Queried at import, since torch 2.11 cannot trace the query.
 AUTOCAST = frozenset(

@@ -47,12 +47,13 @@ def begin(cfg) -> None:
 
 
 @replaces("fairseq.logging.progress_bar:progress_bar")
-def open_log_once(progress_bar, *arguments, log_file=None, **options):
+def open_log_once(progress_bar, *arguments, **options):
     """fairseq opens the log again for each epoch and validation, and writes each line as many times."""
     handlers = logging.getLogger("fairseq.logging.progress_bar").handlers
     opened = {getattr(handler, "baseFilename", None) for handler in handlers}
-    log_file = None if log_file and os.path.abspath(log_file) in opened else log_file
-    return progress_bar(*arguments, log_file=log_file, **options)
+    if options.get("log_file") and os.path.abspath(options["log_file"]) in opened:
+        del options["log_file"]
+    return progress_bar(*arguments, **options)
 
 
 class _EarlyEnd(logging.Handler):

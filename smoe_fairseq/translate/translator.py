@@ -464,7 +464,7 @@ class BatchTranslator:
             order = sample["id"].tolist()
             prefix = readout.prefixes(options.prefix, [begins[index] for index in order])
             most = int(options.max_len_a * lengths[batch].min() + options.max_len_b)
-            if options.prefix and prefix is not None and prefix.shape[1] > most:
+            if prefix is not None and prefix.shape[1] > most:
                 limit = f"at most {most} subwords, the limit of --max-len-a and --max-len-b"
                 raise UsageError(f"--prefix {options.prefix!r}: expected {limit}")
             sample, prefix = utils.apply_to_sample(

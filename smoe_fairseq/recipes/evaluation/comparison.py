@@ -148,13 +148,13 @@ def comparison(dataset: Dataset, first: str, second: str, metric: str = scores.B
         scored = f"{first} or {second} was scored on {texts} ({', '.join(different)})"
         raise UsageError(f"{scored}: run scripts/evaluate.sh {dataset.name} for both again")
     several = len(one.runs) + len(other.runs) > 2
+    by_direction = scores.signatures(*one.runs.values(), *other.runs.values(), metric=metric)
     rows, signatures = [], set()
     for direction in dataset.directions:
         if direction not in common:
             rows.append([direction, *(number(None) for _ in range(4 + several))])
             continue
-        kinds = one.signatures(direction) | other.signatures(direction)
-        if len(kinds) > 1:
+        if len(kinds := by_direction[direction]) > 1:
             raise UsageError(
                 f"{first} and {second} were scored differently on {direction} "
                 f"({' and '.join(sorted(kinds))}): evaluate both again with the same settings"
@@ -196,9 +196,6 @@ class _System:
 
     def has(self, direction: str) -> bool:
         return all(direction in r and r[direction].of(self.metric) for r in self.runs.values())
-
-    def signatures(self, direction: str) -> set[str]:
-        return {result[direction].of(self.metric)[1] for result in self.runs.values()}
 
     def points(self, directions: Sequence[str]) -> list[float]:
         """The mean of each run."""

@@ -116,7 +116,7 @@ def different_tests(*results: Mapping[str, Score], now: Mapping[str, str]) -> li
     known = defaultdict(set, {direction: {checksum} for direction, checksum in now.items()})
     for direction, score in (item for result in results for item in result.items()):
         known[direction] |= {score.test_checksum} - {None}
-    return [direction for direction, checksums in known.items() if len(checksums) > 1]
+    return _with_several(known)
 
 
 def points(result: Mapping[str, Score], metric: str) -> dict[str, tuple[float, str]]:
@@ -125,14 +125,22 @@ def points(result: Mapping[str, Score], metric: str) -> dict[str, tuple[float, s
     return {direction: value for direction, value in found.items() if value is not None}
 
 
-def different_signatures(*results: Mapping[str, Score], metric: str = BLEU) -> set[str]:
-    """The directions whose signatures differ between results."""
+def signatures(*results: Mapping[str, Score], metric: str) -> dict[str, set[str]]:
+    """The signatures by direction."""
     known = defaultdict(set)
-    for direction, (_, signature) in (
-        p for result in results for p in points(result, metric).items()
-    ):
-        known[direction].add(signature)
-    return {direction for direction, signatures in known.items() if len(signatures) > 1}
+    for result in results:
+        for direction, (_, signature) in points(result, metric).items():
+            known[direction].add(signature)
+    return known
+
+
+def different_signatures(*results: Mapping[str, Score], metric: str = BLEU) -> list[str]:
+    """The directions whose signatures differ between results."""
+    return _with_several(signatures(*results, metric=metric))
+
+
+def _with_several(known: Mapping[str, set[str]]) -> list[str]:
+    return [direction for direction, values in known.items() if len(values) > 1]
 
 
 def search_notes(dataset: Dataset, run: str) -> list[str]:

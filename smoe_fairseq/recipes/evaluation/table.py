@@ -111,7 +111,7 @@ def side_by_side(dataset: Dataset, metric: str = scores.BLEU) -> Grid:
     for name in methods:
         results = {run: scores.read(folder / run) for run in runs[name]}
         scored = {run: result for run, result in results.items() if result} or results
-        mixed = scores.different_signatures(*scored.values(), metric=metric)
+        mixed = {*scores.different_signatures(*scored.values(), metric=metric)}
         usable = [Column(c.name, None) if mixed & {*(c.directions or ())} else c for c in parts]
         each = [[average(result, c, metric) for c in usable] for result in scored.values()]
         bleu = [_over_seeds(statistics.fmean, values) for values in zip(*each, strict=True)]
