@@ -16,7 +16,8 @@ from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
 from smoe_fairseq.compat import require_fairseq
-from smoe_fairseq.errors import ends_with_sentence, exit_on_signals, flush_stdout, quietly
+from smoe_fairseq.ending import exit_on_signals, flush_stdout
+from smoe_fairseq.errors import ends_with_sentence, quietly
 from smoe_fairseq.recipes.commands import RECIPES, CommandParser, add_arguments
 
 # NAME: (module, one line of help). The module has `add_NAME_arguments(parser)` and `run_NAME(args)`,

@@ -1,22 +1,18 @@
 """Errors of bad input, and how commands print them."""
 
-import codecs
-import ctypes
 import difflib
 import errno
 import logging
 import os
 import re
-import signal
 import struct
 import sys
-import threading
 import traceback
 import warnings
 from argparse import ArgumentParser
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
-from typing import NoReturn, TextIO
+from contextlib import contextmanager
+from typing import NoReturn
 
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -205,104 +201,3 @@ def quietly() -> Iterator[None]:
             yield
     finally:
         logging.disable(before)
-
-
-# Signals that end a command raise an exception, so that temporary files are removed.
-
-# Sent by Ctrl-C; by `kill`, batch systems and containers; by a closing terminal.
-ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-
-
-@contextmanager
-def exit_on_signals() -> Iterator[None]:
-    """Each signal of `ENDING` raises SystemExit with a shell's status for it, 128 + n.
-
-    Ignored signals (nohup, a shell's background jobs) stay ignored.
-    """
-    if threading.current_thread() is not threading.main_thread():  # only it can set handlers
-        yield
-        return
-    default = (signal.SIG_DFL, signal.default_int_handler)
-    before = {n: action for n in ENDING if (action := signal.getsignal(n)) in default}
-    try:
-        for number in before:
-            signal.signal(number, _exit)
-        yield
-    finally:
-        for number, action in before.items():
-            signal.signal(number, action)
-
-
-def _exit(number: int, _frame) -> None:
-    raise SystemExit(128 + number)
-
-
-_prctl = getattr(ctypes.CDLL(None), "prctl", None)  # Linux only
-
-
-def end_with_parent() -> None:
-    """Have the kernel send SIGTERM to this process when its parent ends in any way (Linux)."""
-    if _prctl is not None:
-        _prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
-
-
-# Errors in writing to standard output: a message if the disk is full, none for a closed pipe.
-#
-# Python flushes the output at exit, when an error can no longer be caught, so it is flushed before.
-
-
-class _ErrorRecorder:
-    """Standard output that records its last failed write, even if the writer ignores the error."""
-
-    error: OSError | None = None
-
-    def __init__(self, stream: TextIO):
-        self.stream = stream
-
-    def write(self, text: str) -> int:
-        try:
-            return self.stream.write(text)
-        except OSError as error:
-            self.error = error
-            raise
-
-    def __getattr__(self, name: str):
-        return getattr(self.stream, name)
-
-
-@contextmanager
-def flush_stdout() -> Iterator[None]:
-    """Flush standard output before the command returns, so that errors are reported.
-
-    Raises:
-        UsageError: standard output is closed, or cannot be written.
-        SystemExit: its reader has ended (``| head``), with a shell's status for that, 128 + SIGPIPE.
-    """
-    if sys.stderr is None:  # closed: Python would print errors to standard output
-        sys.stderr = open(os.devnull, "w")
-    if sys.stdout is None:  # closed: the next opened file would get its descriptor
-        raise UsageError("standard output is closed: expected a terminal, file or /dev/null")
-    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
-    if codecs.lookup(encoding).name != "utf-8" and hasattr(sys.stdout, "reconfigure"):
-        with suppress(OSError):  # some streams have the method but do not support it
-            sys.stdout.reconfigure(errors="backslashreplace")
-    output = sys.stdout = _ErrorRecorder(sys.stdout)
-    try:
-        yield
-    finally:
-        sys.stdout = output.stream
-        try:
-            sys.stdout.flush()
-        except OSError as error:
-            output.error = error
-        if output.error is not None:
-            _exit_unwritten(output.error)
-
-
-def _exit_unwritten(error: OSError) -> NoReturn:
-    null = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(null, sys.stdout.fileno())  # Python flushes its buffer there at exit
-    os.close(null)
-    if isinstance(error, BrokenPipeError):
-        raise SystemExit(128 + signal.SIGPIPE) from None
-    raise UsageError(f"standard output cannot be written: {error.strerror}") from None

@@ -54,17 +54,6 @@ def read_text(path: Path | str, largest: int = MAX_BYTES) -> str:
         raise UsageError(f"{path} is not UTF-8 text: {error.reason}") from None
 
 
-def read_subwords(path: Path | str):
-    """A sentencepiece model from a plain file; raises UsageError as `read_plain`, or if it is not one."""
-    from sentencepiece import SentencePieceProcessor
-
-    content = read_plain(path) or b"0"  # sentencepiece accepts an empty model
-    try:
-        return SentencePieceProcessor(model_proto=content)
-    except Exception:  # from C++, of various types
-        raise UsageError(f"{path} is not a model of sentencepiece") from None
-
-
 def _is_special(path: str) -> bool:
     """Whether ``path`` is a device or pipe, such as /dev/null, which must not be replaced."""
     return os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path)
@@ -238,11 +227,10 @@ def _remove(path: str | Path) -> None:
 
 def _is_running(process: int) -> bool:
     try:
-        os.kill(process, 0)
+        with suppress(PermissionError):  # another user's process
+            os.kill(process, 0)
     except (ProcessLookupError, OverflowError):
         return False
-    except PermissionError:  # another user's process
-        pass
     return True
 
 

@@ -172,6 +172,11 @@ def test_fairseq_score_reads_files_on_any_sacrebleu(tmp_path):
     assert "BLEU4 = 100.00" in by_sentence.stdout
     sys, ref = (text.splitlines() for text in texts.values())
     assert f"BLEU = {sacrebleu.corpus_bleu(sys, [ref]).score:.2f}" in result.stdout
+    (tmp_path / "ref").write_text(texts["ref"] + "one line more\n")
+    for more in ([], ["--sacrebleu"], ["--sentence-bleu"]):
+        refused(
+            run("fairseq-score", *words[:-1], *more, fresh=True, check=False), "--sys and --ref"
+        )
 
 
 def test_a_data_class_of_a_plugin_may_hold_another():

@@ -97,6 +97,7 @@ def test_analysing(data, trained, tmp_path):
     call("cost", "--path", trained, data[0])
 
 
+OTHER_TOKEN = "{'main': ('src', None)}"
 SEVERAL = ["--task", "translation_multi_simple_epoch", "--encoder-langtok", "tgt"]
 SEVERAL += ["--lang-pairs", "src-tgt,tgt-src"]
 
@@ -162,7 +163,7 @@ def test_a_pair_that_the_data_lack_is_named(data, tmp_path, pair):
 
 
 @pytest.mark.parametrize(
-    "flag", ["--encoder-langtok tgt", "--langs src,tgt", "--task translation_m"]
+    "flag", ["--encoder-langtok tgt", "--langs src,tgt", "--task translation_m", "--langtoks"]
 )
 def test_a_flag_of_the_training_that_generation_lacks_is_named(data, several, flag):
     """Without the language's token the translation would be wrong; else the data would be blamed."""
@@ -171,6 +172,7 @@ def test_a_flag_of_the_training_that_generation_lacks_is_named(data, several, fl
         "--encoder-langtok tgt": [*task, "src,tgt"],
         "--langs src,tgt": [*task, "src,tgt,other", "--encoder-langtok", "tgt"],
         "--task translation_m": ["--task", "translation"],
+        "--langtoks": [*task, "src,tgt", "--encoder-langtok", "tgt", "--langtoks", OTHER_TOKEN],
     }[flag]
     words = ["--user-dir", PLUGIN, "--path", several, "--cpu", "-s", "src", "-t", "tgt"]
     refused(run("fairseq-generate", data[0], *words, *given, check=False), several, flag)

@@ -220,7 +220,7 @@ def test_a_program_that_does_not_say_what_went_wrong_is_named(capfd):
 
 def test_a_terminal_of_few_letters_gets_the_others_spelt_out():
     """Such as the demo's translations in Latin-1, which ended it behind all of its training."""
-    program = "from smoe_fairseq.errors import flush_stdout; flush_stdout()(print)('ž ± 1')"
+    program = "from smoe_fairseq.ending import flush_stdout; flush_stdout()(print)('ž ± 1')"
     given = {**os.environ, "PYTHONIOENCODING": "latin-1"}
     printed = subprocess.run([sys.executable, "-c", program], env=given, stdout=subprocess.PIPE)
     assert printed.stdout == b"\\u017e \xb1 1\n"

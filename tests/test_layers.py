@@ -20,25 +20,42 @@ ROOT = PACKAGE.name
 # ``__init__.py``, which only the topmost import: for the version and the path.
 LAYERS = {
     "errors": set(),
+    "ending": {"errors"},
     "files": {"errors"},
     "flags": {"errors"},
+    "subwords": {"errors", "files"},
     "forms": {"errors", "files"},
     "host_memory": set(),
     "compat": {"errors", "files", "forms"},
     "modules": set(),
     "translate": {"errors", "files", "flags", "forms", "modules"},
-    "models": {"compat", "errors", "files", "flags", "host_memory", "modules", "translate"},
+    "models": {
+        *("compat", "errors", "files", "flags", "host_memory", "modules", "subwords"),
+        "translate",
+    },
     "criterions": {"errors", "flags", "models", "modules"},
-    "huggingface": {"errors", "files", "forms", "modules"},
+    "huggingface": {"errors", "files", "forms", "modules", "subwords"},
     "checkpoints": {
         *("compat", "errors", "files", "flags", "forms", "host_memory", "huggingface"),
-        *("models", "modules"),
+        *("models", "modules", "subwords"),
     },
     "training": {
-        *("checkpoints", "compat", "criterions", "errors", "files", "flags", "host_memory"),
-        *("models", "modules", "translate"),
+        *(
+            "checkpoints",
+            "compat",
+            "criterions",
+            "ending",
+            "errors",
+            "files",
+            "flags",
+            "host_memory",
+        ),
+        *("models", "modules", "subwords", "translate"),
     },
-    "analysis": {ROOT, "checkpoints", "errors", "files", "flags", "forms", "models", "modules"},
+    "analysis": {
+        *(ROOT, "checkpoints", "errors", "files", "flags", "forms", "models", "modules"),
+        "subwords",
+    },
     "serve": {
         "analysis",
         "errors",
@@ -56,7 +73,10 @@ LAYERS[ROOT] = {"compat"}
 
 # The one list of names of higher layers: what the plugin adds to fairseq, imported only with it.
 NAMED_BY_COMPAT = (Path("compat/__init__.py"), "ADDITIONS")
-WITHOUT_FAIRSEQ = ("errors", "files", "flags", "forms", "host_memory", "huggingface", "modules")
+WITHOUT_FAIRSEQ = (
+    *("errors", "files", "flags", "forms", "host_memory", "huggingface", "modules", "subwords"),
+    "ending",
+)
 # At import time: the start-up hook waits for them.
 STANDARD_LIBRARY_ONLY = ("errors", "files", "forms")
 

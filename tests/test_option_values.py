@@ -37,9 +37,9 @@ REFUSED = """
 BAD = {line.strip(): line.split()[-2] for line in REFUSED.strip().splitlines()}
 if not torch.cuda.device_count():  # of which fairseq starts a process each
     BAD["--distributed-init-method tcp://127.0.0.1:1"] = "--distributed-init-method"
+    BAD["--distributed-world-size 9000"] = "--distributed-world-size"
 BAD["--cpu --fp16"] = "--fp16"
 BAD |= {  # by the words of what fairseq raises, in one line
-    "--distributed-world-size 9000": "world size is 9000",
     "--finetune-from-model /none.pt": "/none.pt",
     "--warmup-updates 0": "ZeroDivisionError",
     "--max-tokens 3": "--max-tokens 3",
@@ -93,8 +93,29 @@ def test_overrides_that_change_nothing_are_named(corpus, post_norm, given, named
     refused(run("fairseq-validate", corpus, *words, check=False), f"--model-overrides {named}")
 
 
+UNTRANSLATED = {  # options of fairseq-generate that it would ignore, or that end in a KeyError or TypeError
+    "--shard-id 1": "--shard-id 1",
+    "--constraints": "--constraints",
+    "--print-step": "--print-step",
+    "--match-source-len --diversity-rate 0.5": "--match-source-len and --diversity-rate",
+    "--max-source-positions 1 --skip-invalid-size-inputs-valid-test": "--gen-subset test",
+}
+
+
+@pytest.mark.parametrize("given", UNTRANSLATED)
+def test_an_option_that_a_translation_cannot_follow_is_named(corpus, post_norm, given):
+    words = [*generation(corpus, post_norm), "--user-dir", PLUGIN, *given.split()]
+    refused(run("fairseq-generate", *words, check=False), UNTRANSLATED[given])
+
+
+def test_references_that_are_not_there_cannot_be_scored(corpus, post_norm):
+    words = [*generation(corpus, post_norm), "--user-dir", PLUGIN, "--score-reference"]
+    refused(run("fairseq-interactive", *words, check=False, stdin="a b\n"), "--score-reference")
+
+
 OTHER_CRITERION = "--arch smoe_transformer_tiny --no-share-all-embeddings --smoe-strata 4-4"
 WITHOUT_EFFECT = {
+    "--criterion masked_lm": "",
     "--moe-balance bias": "--moe-second-expert-policy all",
     "--moe-balance-over update": "",
     "--smoe-capacity-budget": "1.5",

@@ -248,6 +248,26 @@ def test_a_model_that_is_none_is_named(data, tmp_path):
     refused(run("fairseq-train", folder, *words, check=False), folder / "spm.model")
 
 
+def test_pieces_are_joined_once_however_it_is_asked(data, tmp_path):
+    """fairseq joins by --remove-bpe and --bpe one after the other, which takes the blanks, too."""
+    words = ["--user-dir", PLUGIN, "--cpu", "--num-workers", 0, *TASKS["bilingual"]]
+    training = [*SIZES, "--max-update", 1, "--save-dir", tmp_path]
+    run("fairseq-train", data, *words, *training)
+    words += ["--path", tmp_path / "checkpoint_last.pt", "--beam", 1, "--max-len-b", 8]
+    words += ["--gen-subset", "valid", "--scoring", "sacrebleu", "--max-source-positions", 1024]
+    bpe = ["--bpe", "sentencepiece", "--sentencepiece-model", data / "spm.model"]
+    first, *others = (
+        [
+            line
+            for line in run("fairseq-generate", data, *words, *how).stdout.splitlines()
+            if line.startswith(("T-", "H-", "D-", "Generate"))
+        ]
+        for how in (["--remove-bpe", "sentencepiece"], bpe, ["--remove-bpe", "sentencepiece", *bpe])
+    )
+    assert any(" " in line.partition("\t")[2] for line in first) and "\u2581" not in "".join(first)
+    assert all(other == first for other in others)
+
+
 def test_refused_without_pairs_of_sentences(english, data, tmp_path):
     (english / "spm.model").write_bytes((data / "spm.model").read_bytes())
     words = ["--task", "language_modeling", "--arch", "smoe_transformer_lm_tiny", "--cpu"]

@@ -5,6 +5,7 @@ import re
 import shutil
 from pathlib import Path
 
+import handmade
 import pytest
 import torch
 from commands import refused, run
@@ -187,10 +188,21 @@ def test_hydra_trains_the_size_of_the_architecture(small_corpus, tmp_path):
         # fairseq would train nothing, with success
         (["--write-checkpoints-asynchronously"], "iopath"),
         (["--max-tokens-valid", 2], "--max-tokens-valid 2"),
+        (["--use-plasma-view"], "use_plasma_view"),  # which no pyarrow has now
     ],
 )
 def test_flags_that_cannot_work_are_named(small_corpus, tmp_path, flags, named):
     refused(train(small_corpus, tmp_path, "--max-update", 1, *flags, check=False), named)
+
+
+def test_a_model_may_be_trained_on_its_validation_data(three_languages, tmp_path):
+    handmade.train(three_languages, tmp_path, *handmade.MULTILINGUAL, "--train-subset", "valid")
+    assert (tmp_path / "checkpoint_best.pt").exists()
+
+
+def test_language_ids_are_refused(three_languages, tmp_path):
+    words = handmade.training(three_languages, tmp_path, *handmade.MULTILINGUAL)
+    refused(run(*words, "--enable-lang-ids", check=False), "--enable-lang-ids")
 
 
 def test_numbers_that_are_none_end_in_one_sentence(small_corpus, tmp_path):

@@ -13,9 +13,8 @@ from torch import Tensor, nn
 from smoe_fairseq.analysis import inputs
 from smoe_fairseq.analysis.record import Block, BlockFollower, Recorder, input_tokens
 from smoe_fairseq.errors import UsageError
-from smoe_fairseq.files import read_subwords
-from smoe_fairseq.models.hub import subwords_of
 from smoe_fairseq.modules.routing import Routing
+from smoe_fairseq.subwords import read_subwords, subwords_of
 
 # Control characters, surrogates and line separators: terminals act on them, and SVG must not contain them.
 _CONTROL = {"Cc", "Cs", "Zl", "Zp"}

@@ -20,6 +20,7 @@ from smoe_fairseq.files import read_plain, whole_folder
 from smoe_fairseq.forms import IDENTITY, SCORES, read_json
 from smoe_fairseq.models import hub
 from smoe_fairseq.models.options import SMoETransformerConfig
+from smoe_fairseq.subwords import checked_subwords
 
 WEIGHTS = "model.safetensors"
 FILES = {  # of an export
@@ -181,7 +182,7 @@ def _tokenizer_of(path: Path, state: Mapping, task, config, folder: Path):
             files[name] = folder / file
     args = getattr(task, "args", None)
     data = str((args or task.cfg).data)
-    if subwords := hub.checked_subwords(data, task.source_dictionary):
+    if subwords := checked_subwords(data, task.source_dictionary):
         (folder / "spm.model").write_bytes(read_plain(subwords))
         files["sp_model_file"] = folder / "spm.model"
     if not hasattr(task, "data_manager"):

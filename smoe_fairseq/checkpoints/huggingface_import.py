@@ -23,9 +23,9 @@ from smoe_fairseq.compat.safe_load import check_content
 from smoe_fairseq.errors import UsageError, naming_file
 from smoe_fairseq.files import check_plain, read_plain
 from smoe_fairseq.forms import Number, check, read_json
-from smoe_fairseq.models.hub import BEGINS_WORD, check_pieces
 from smoe_fairseq.models.options import SMoETransformerConfig
 from smoe_fairseq.modules.config import MoEConfig
+from smoe_fairseq.subwords import BEGINS_WORD, check_pieces
 
 OURS, NLLB = "smoe_transformer", "nllb-moe"  # config.json's model_type
 _CONFIG, _WEIGHTS, _INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"

@@ -290,7 +290,8 @@ def compare_when_loaded(original, *arguments, **options):
 
 
 # Task options that add a language's token to the text: with other values, a model silently translates badly.
-LANGUAGE_TOKENS = {"encoder_langtok", "decoder_langtok", "lang_tok_replacing_bos_eos"}
+LANGUAGE_TOKENS = {"encoder_langtok", "decoder_langtok", "langtoks", "lang_tok_replacing_bos_eos"}
+LANGUAGE_TOKENS |= {"lang_tok_style"}
 
 
 def other_flags(content: Mapping, task) -> dict[str, str]:
@@ -313,6 +314,8 @@ def other_flags(content: Mapping, task) -> dict[str, str]:
             shown = ",".join(before) if isinstance(before, list) else before
             flag = flag_of(name)
             flags[name] = flag if before is True else f"{flag} {shown}" if before else f"no {flag}"
+    if flags.keys() & {"encoder_langtok", "decoder_langtok"}:
+        flags.pop("langtoks", None)  # fairseq sets it by these
     return flags
 
 

@@ -30,10 +30,10 @@ _BOUNDS = {  # lowest and highest values of options, or of the elements if an op
     "lr_scheduler.warmup_updates",
     (1, _MAX_INT): "common.log_interval dataset.max_tokens dataset.max_tokens_valid "
     "dataset.required_batch_size_multiple distributed_training.distributed_world_size "
-    "optimization.update_freq generation.beam generation.nbest",
+    "optimization.update_freq generation.beam generation.nbest task.virtual_epoch_size",
     (-1e6, 1e6): "generation.lenpen generation.unkpen generation.temperature",
     (0, math.inf): "optimization.clip_norm optimization.lr optimization.stop_time_hours "
-    "optimizer.adam_eps optimizer.weight_decay",
+    "optimizer.adam_eps optimizer.weight_decay generation.max_len_a",
 }
 _DICTIONARIES = {  # how they are read: an example for a shell, and the options
     evaluate: (
@@ -64,11 +64,13 @@ def check_values(call_main, cfg, *others, **options):
     works = common.memory_efficient_fp16 or common.fp16_no_flatten_grads
     if on_cpu and common.fp16 and not works and cfg.get("optimizer"):
         raise UsageError("--fp16 on a CPU: expected --fp16-no-flatten-grads with it, or --bf16")
-    spawns = not (distributed.distributed_no_spawn or common.tpu)
-    if distributed.distributed_init_method and spawns and not torch.cuda.device_count():
+    spawns = not (distributed.distributed_no_spawn or common.tpu or torch.cuda.device_count())
+    method, port = distributed.distributed_init_method, distributed.distributed_port
+    several = distributed.distributed_world_size > 1 and port <= 0 and "RANK" not in os.environ
+    if spawns and (method or several):
         raise UsageError(
-            "--distributed-init-method without --distributed-no-spawn starts a process for each GPU, and "
-            "this machine has none: expected torchrun, or that flag with --distributed-rank"
+            f"--distributed-{'init-method' if method else 'world-size'}: fairseq starts a process for each "
+            "GPU, and this machine has none; expected torchrun, or --distributed-no-spawn with a rank"
         )
     return call_main(cfg, *others, **options)
 

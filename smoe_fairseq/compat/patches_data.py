@@ -115,6 +115,13 @@ def name_dictionary(original, cls, f):
         return loaded
 
 
+@patches("fairseq.file_chunker_utils:find_offsets")
+def name_workers(original, filename, num_chunks):
+    if num_chunks < 1:
+        raise UsageError(f"--workers {num_chunks}: expected a number of at least 1")
+    return original(filename, num_chunks)
+
+
 # Takes a path with a colon as one path if it exists.
 #
 # For fairseq 0.12.2 on any Python, which would read the parts around the colon as several paths.
@@ -147,7 +154,8 @@ def keep_long(module: ModuleType) -> None:
 
 @patches("sacrebleu:corpus_bleu")
 def read_open_files(original, hypotheses, references, *arguments, **options):
-    return original(list(hypotheses), [list(each) for each in references], *arguments, **options)
+    hypotheses, *references = _lines_of(hypotheses, *references)
+    return original(hypotheses, references, *arguments, **options)
 
 
 # Lets ``fairseq-score --sentence-bleu`` make a scorer: for fairseq 0.12.2, which passes numbers for a config.
@@ -161,8 +169,21 @@ def take_numbers(original, scorer, *config):
 
 # Scores all of a text or none of it.
 #
-# For fairseq 0.12.2 on any Python. ``fairseq-eval-lm`` skips blocks that are too long for the model, and
-# prints the perplexity of the rest as that of the text.
+# For fairseq 0.12.2 on any Python. ``fairseq-score`` leaves out lines that only one file has, and
+# ``fairseq-eval-lm`` blocks that are too long for the model; they print the score of the rest.
+
+
+@patches("fairseq_cli.score")
+def pair_all_lines(score: ModuleType) -> None:
+    score.zip = lambda *texts: zip(*_lines_of(*texts))
+
+
+def _lines_of(*texts) -> list[list[str]]:
+    texts = [list(text) for text in texts]
+    if is_fairseq_command() and len({len(text) for text in texts}) > 1:
+        lines = " and ".join(f"{len(text):,}" for text in texts)
+        raise UsageError(f"--sys and --ref have {lines} lines: expected as many in both")
+    return texts
 
 
 @patches("fairseq.tasks.language_modeling:LanguageModelingTask.eval_lm_dataloader")
@@ -196,11 +217,10 @@ def draw_by_first_epoch(original, data, epoch):
 
 # Ends data-loading processes together with their iterator.
 #
-# For fairseq 0.12.2 on any torch. `EpochBatchIterator` refers to the sampler of its batches, and the
-# sampler, by a bound method, to the iterator. Because of this cycle, an unused iterator and its processes
-# live until the garbage collector runs, after each validation and translated direction; then torch waits
-# five seconds before it kills them. With a weak reference they end within milliseconds. Only the iterator
-# itself calls the method, so the reference is alive.
+# For fairseq 0.12.2 on any torch. `EpochBatchIterator` refers to the sampler of its batches, and that, by a
+# bound method, to the iterator. So an unused iterator and its processes live until the garbage collector
+# runs, after each validation and direction; then torch waits five seconds before it kills them. With a weak
+# reference they end within milliseconds. Only the iterator calls the method, so it is alive.
 
 
 @patches("fairseq.data.iterators:FrozenBatchSampler.__init__")

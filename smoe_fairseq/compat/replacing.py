@@ -4,6 +4,7 @@ import functools
 import inspect
 import sys
 from collections.abc import Callable
+from importlib.machinery import ModuleSpec
 from types import ModuleType
 
 Action = Callable[[ModuleType], None]
@@ -63,7 +64,9 @@ def when_imported(name: str, action: Action) -> None:
     ``PACKAGE.*`` means a package and each module in it.
     """
     for module in [m for other, m in sys.modules.items() if name in (other, _pattern(other)) and m]:
-        if not getattr(module.__spec__, "_initializing", False):  # else the finder does, at the end
+        if getattr(module.__spec__, "_initializing", False):  # it is being imported
+            module.__spec__.__class__ = _WatchedSpec
+        else:
             action(module)
     _WaitingFinder.actions.setdefault(name, []).append(action)
     if _WaitingFinder not in sys.meta_path:
@@ -75,7 +78,7 @@ def _pattern(name: str) -> str:
 
 
 class _WaitingFinder:
-    """Finds modules by the other finders, and runs the actions at the end of a module's loading."""
+    """Finds modules by the other finders, for the actions at the end of their import."""
 
     actions: dict[str, list[Action]] = {}
 
@@ -85,14 +88,18 @@ class _WaitingFinder:
             return None
         others = (finder for finder in sys.meta_path if finder is not cls)
         spec = next(filter(None, (each.find_spec(name, path, target) for each in others)), None)
-        if spec is None or spec.loader is None:  # missing, or a folder without code
-            return spec
-        execute = spec.loader.exec_module
-
-        def execute_then_act(module: ModuleType) -> None:
-            execute(module)
-            for action in [*cls.actions.get(name, ()), *cls.actions.get(_pattern(name), ())]:
-                action(module)
-
-        spec.loader.exec_module = execute_then_act
+        if spec is not None and spec.loader is not None:  # else missing, or a folder without code
+            spec.__class__ = _WatchedSpec
         return spec
+
+
+class _WatchedSpec(ModuleSpec):
+    """Runs a module's actions when Python notes that its import has ended."""
+
+    def __setattr__(self, name, value):
+        super().__setattr__(name, value)
+        module = sys.modules.get(self.name)  # missing after an error
+        if name == "_initializing" and not value and module is not None:
+            actions = _WaitingFinder.actions
+            for action in [*actions.get(self.name, ()), *actions.get(_pattern(self.name), ())]:
+                action(module)

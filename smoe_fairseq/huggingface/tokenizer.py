@@ -9,10 +9,9 @@ from pathlib import Path
 from transformers import PreTrainedTokenizer
 
 from smoe_fairseq.errors import UsageError
-from smoe_fairseq.files import read_subwords
 from smoe_fairseq.forms import read_json
+from smoe_fairseq.subwords import BEGINS_WORD, read_subwords
 
-_BEGINS_WORD = "\u2581"  # sentencepiece's mark
 _BYTE = re.compile("<0x[0-9A-F]{2}>")  # a piece of sentencepiece's byte fallback
 
 
@@ -66,7 +65,7 @@ class SMoETokenizer(PreTrainedTokenizer):
         self._spm = None
         if sp_model_file:
             self._spm = read_subwords(sp_model_file)
-        elif any(token.startswith(_BEGINS_WORD) for token in self.source):
+        elif any(token.startswith(BEGINS_WORD) for token in self.source):
             raise UsageError(f"{vocab_file} has pieces of words: expected spm.model in its folder")
         self.language_tokens = dict(language_tokens or {})
         self.encoder_langtok, self.decoder_langtok = encoder_langtok, decoder_langtok
@@ -146,7 +145,7 @@ class SMoETokenizer(PreTrainedTokenizer):
                 if are_bytes
                 else text
             )
-        return joined.replace(_BEGINS_WORD, " ").strip()
+        return joined.replace(BEGINS_WORD, " ").strip()
 
     def _decode(self, token_ids, skip_special_tokens: bool = False, **_) -> str:
         """Like fairseq, this keeps ``<unk>`` even with ``skip_special_tokens``."""

@@ -83,6 +83,10 @@ def check_translation(config: SMoETransformerConfig, task) -> None:
         raise ValueError(
             "--share-all-embeddings: expected --joined-dictionary data, or --no-share-all-embeddings"
         )
+    if getattr(getattr(task, "args", None), "enable_lang_ids", False):
+        raise ValueError(
+            "--enable-lang-ids: the encoder takes language tokens, but no language ids"
+        )
 
 
 def check_language_pairs(config: SMoEMultilingualTransformerConfig, task) -> None:

@@ -3,7 +3,6 @@
 import copy
 import glob
 import os
-import re
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -18,9 +17,8 @@ from fairseq.hub_utils import GeneratorHubInterface
 from fairseq.utils import split_paths
 
 from smoe_fairseq.errors import UsageError, naming_file
-from smoe_fairseq.files import read_subwords
+from smoe_fairseq.subwords import checked_subwords
 
-SUBWORDS = ("spm.model", "sentencepiece.bpe.model")  # file names of our recipes and of fairseq
 _NAMES = ("checkpoint_best.pt", "checkpoint_last.pt")
 
 
@@ -80,55 +78,8 @@ def knowing_direction(data: str, expected: str) -> Iterator[None]:
         raise UsageError(f"{data}: unknown direction; expected {expected}") from None
 
 
-def subwords_of(data: str) -> Path | None:
-    """The sentencepiece model in the folder of the dictionaries; None if it has none."""
-    folder = Path(data)
-    folders = [folder, folder.parent] if re.fullmatch(r"shard\d+", folder.name) else [folder]
-    places = (place / name for place in folders for name in SUBWORDS)
-    return next((place for place in places if place.is_file()), None)
-
-
 def _has_dictionaries(folder: Path) -> bool:
     return folder.is_dir() and any(folder.glob("dict.*"))
-
-
-def checked_subwords(data: str, dictionary, needed: bool = True) -> Path | None:
-    """`subwords_of`, checked against the dictionary; None for text without subwords.
-
-    Some words are no pieces of the model: languages, and characters that it does not cover.
-
-    Args:
-        needed: whether the model is required if the dictionary contains pieces.
-
-    Raises:
-        UsageError: the model is missing or invalid, or a third of the words are no pieces of it.
-    """
-    subwords = subwords_of(data)
-    if subwords is None:
-        if needed and has_pieces(dictionary):
-            raise UsageError(
-                f"{data} has no {SUBWORDS[0]}: expected the sentencepiece model of the dictionaries in their "
-                "folder"
-            )
-        return None
-    words = [word for word in dictionary.symbols[dictionary.nspecial :] if word[:2] != "__"]
-    check_pieces(subwords, [word for word in words if not word.startswith("madeupword")])
-    return subwords
-
-
-def check_pieces(subwords: Path, words: list[str]) -> None:
-    """Raise UsageError if the sentencepiece model is invalid, or a third of the words are no pieces of it."""
-    model = read_subwords(subwords)
-    numbers = model.piece_to_id(words)
-    unknown = [w for w, number in zip(words, numbers, strict=True) if number == model.unk_id()]
-    if 3 * len(unknown) > len(words):
-        raise UsageError(
-            f"{subwords} does not fit the dictionaries: {len(unknown):,} of {len(words):,} words are no "
-            f"pieces of it, such as {unknown[0][:40]!r}"
-        )
-
-
-BEGINS_WORD = "\u2581"  # sentencepiece's mark for the beginning of a word
 
 
 @cache  # a registration cannot be undone: once per process, not once per model
@@ -220,11 +171,6 @@ def _names_of(part) -> Iterable[str]:
     if isinstance(part, Namespace):
         return vars(part)
     return part.keys() if isinstance(part, Mapping) else ()
-
-
-def has_pieces(dictionary) -> bool:
-    """Whether the dictionary contains sentencepiece's pieces."""
-    return any(symbol.startswith(BEGINS_WORD) for symbol in dictionary.symbols)
 
 
 # Tasks whose models `Translator` does not load, and what to use instead.

@@ -9,9 +9,10 @@ if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_
 import os
 import sys
 
-from smoe_fairseq.errors import ends_with_sentence, exit_on_signals, flush_stdout
+from smoe_fairseq.ending import end_with_parent, exit_on_signals, flush_stdout
+from smoe_fairseq.errors import ends_with_sentence
 from smoe_fairseq.recipes.commands import RECIPES, STEPS, CommandParser, add_arguments
-from smoe_fairseq.recipes.processes import STARTED_BY_RECIPE, end_with_parent
+from smoe_fairseq.recipes.processes import STARTED_BY_RECIPE
 
 
 @exit_on_signals()

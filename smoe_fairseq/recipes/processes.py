@@ -11,7 +11,8 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
-from smoe_fairseq.errors import ENDING, UsageError, end_with_parent
+from smoe_fairseq.ending import ENDING, end_with_parent
+from smoe_fairseq.errors import UsageError
 
 STARTED_BY_RECIPE = "SMOE_RECIPE"  # variable that is set for every command of a recipe
 TIMEOUT_SECONDS = 60  # until a stopped command is killed; torchrun gives its workers 30

@@ -17,7 +17,8 @@ from omegaconf import OmegaConf
 from smoe_fairseq import files
 from smoe_fairseq.checkpoints.io import dictionary_checksums
 from smoe_fairseq.compat.replacing import replaces
-from smoe_fairseq.errors import UsageError, end_with_parent, ends_with_sentence
+from smoe_fairseq.ending import end_with_parent
+from smoe_fairseq.errors import UsageError, ends_with_sentence
 from smoe_fairseq.flags import flag_of
 from smoe_fairseq.modules.gates import GATES
 from smoe_fairseq.training import screen
@@ -88,10 +89,9 @@ def check_before_training(call_main, cfg, *others, **options):
     if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun ends its ranks, unless it is killed itself
         end_with_parent()
     screen.begin(cfg)
+    _check_packages(cfg)
     if cfg.common.cpu and cfg.distributed_training.distributed_backend == "nccl":
         cfg.distributed_training.distributed_backend = "gloo"  # fairseq's default is for GPUs only
-    if cfg.checkpoint.write_checkpoints_asynchronously and find_spec("iopath") is None:
-        raise UsageError("--write-checkpoints-asynchronously needs: pip install iopath")
     _expect_dropped_layers(cfg)
     if _has_experts(cfg.model):
         if cfg.distributed_training.ddp_backend == "fully_sharded":
@@ -101,6 +101,18 @@ def check_before_training(call_main, cfg, *others, **options):
             )
         _check_criterion(cfg)
     return call_main(cfg, *others, **options)
+
+
+_PACKAGES = {  # options of fairseq that need one
+    "write_checkpoints_asynchronously": "iopath",
+    "tpu": "torch_xla",
+}
+
+
+def _check_packages(cfg) -> None:
+    for option, package in _PACKAGES.items():
+        if (cfg.common.get(option) or cfg.checkpoint.get(option)) and find_spec(package) is None:
+            raise UsageError(f"{flag_of(option)} needs: pip install {package}")
 
 
 def _expect_dropped_layers(cfg) -> None:
@@ -134,6 +146,8 @@ def _check_criterion(cfg) -> None:
     ):
         if needs_it:
             raise UsageError(f"{flag} with --criterion {name} has no effect; expected {ours}")
+    if not name.startswith(("cross_entropy", "label_smoothed_cross_entropy")):
+        raise UsageError(f"--criterion {name} is for other models: expected {ours}")
     logger.warning(
         "--criterion %s has no loss for load balance, and logs nothing about experts; expected %s",
         *(name, ours),

@@ -1,13 +1,17 @@
-"""Changes to ``fairseq-train``: the position in an epoch, validation, early stopping; and to generation."""
+"""Changes to ``fairseq-train``: the position in an epoch, validation, early stopping; and to commands that
+translate.
+"""
 
 import os
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 
 from fairseq.data.iterators import GroupedEpochBatchIterator
 
 from smoe_fairseq.compat.replacing import replace, replaces
 from smoe_fairseq.errors import UsageError
+from smoe_fairseq.flags import flag_of
 
 PROGRAM = "fairseq_cli.train"
 
@@ -52,13 +56,74 @@ def resume_on_any_ranks(original, epochs, state):
         ) from None
 
 
+@replaces(
+    "fairseq.tasks.translation_multi_simple_epoch:TranslationMultiSimpleEpochTask.load_dataset"
+)
+def load_once(original, task, split, *arguments, **options):
+    """Keeps what is loaded, for ``--train-subset valid``: fairseq fails unless the data has shards."""
+    if split not in task.datasets or task.has_sharded_data(split):
+        original(task, split, *arguments, **options)
+
+
+@replaces("fairseq.data.plasma_utils:PlasmaStore.__del__")
+def stop_what_was_started(original, store):
+    """Without plasma, which pyarrow no longer has, the message of ``--use-plasma-view`` says so."""
+    with suppress(AttributeError):
+        original(store)
+
+
+# Options of ``fairseq-generate`` and ``fairseq-interactive``.
+
+_SEARCHES = ("sampling", "diverse_beam_groups", "match_source_len", "diversity_rate", "constraints")
+_ITERATIVE = ("print_step", "retain_iter_history")
+
+
 @replaces("fairseq_cli.generate:_main")
-def share_sentences(original, cfg, output_file):
-    """Lets ``--num-shards`` and ``--shard-id`` divide the sentences; fairseq reads other options."""
-    if cfg.dataset.num_shards > 1:
-        place, shards = cfg.distributed_training, cfg.dataset
+def translate_data(original, cfg, output_file):
+    shards = cfg.dataset
+    if not 0 <= shards.shard_id < shards.num_shards:
+        raise UsageError(f"--shard-id {shards.shard_id}: expected 0 to --num-shards minus 1")
+    if shards.num_shards > 1:  # fairseq reads other options
+        place = cfg.distributed_training
         place.distributed_world_size, place.distributed_rank = shards.num_shards, shards.shard_id
-    return original(cfg, output_file)
+    if getattr(cfg.bpe, "_name", None) == "sentencepiece":
+        # fairseq joins the pieces of the translation alone, and where both are joined, joins the words too.
+        cfg.bpe, cfg.common_eval.post_process = None, "sentencepiece"
+    _check_search(cfg, "generate")
+    try:
+        return original(cfg, output_file)
+    except ZeroDivisionError:
+        raise UsageError(
+            f"--gen-subset {shards.gen_subset}: nothing was translated, since all sentences are skipped"
+        ) from None
+
+
+@replaces("fairseq_cli.interactive:main")
+def translate_input(original, cfg):
+    if cfg.generation.score_reference:
+        raise UsageError("--score-reference: expected fairseq-generate, which has references")
+    if getattr(cfg.bpe, "_name", None) == "sentencepiece":
+        cfg.common_eval.post_process = None  # it joins the pieces itself
+    _check_search(cfg, "interactive")
+    return original(cfg)
+
+
+def _check_search(cfg, command: str) -> None:
+    """Raise UsageError for options of a search that exclude each other, or that the command cannot follow."""
+    options = cfg.generation
+    if options.replace_unk == "@@ ":  # fairseq's value of the bare flag, which it takes for a file
+        options.replace_unk = ""
+    chosen = [
+        flag_of(each) for each in _SEARCHES if getattr(options, each) not in (False, None, -1)
+    ]
+    if len(chosen) > 1:
+        raise UsageError(f"{' and '.join(chosen)}: expected one of them")
+    task = getattr(cfg.task, "_name", None) or getattr(cfg.task, "task", None)
+    if options.constraints and (command, task) != ("interactive", "translation"):
+        raise UsageError("--constraints: expected fairseq-interactive with --task translation")
+    for option in _ITERATIVE:
+        if getattr(options, option) and not task.endswith("_lev"):
+            raise UsageError(f"{flag_of(option)}: expected a model that translates by iterations")
 
 
 # Functions of ``fairseq_cli.train``, if it is running.

@@ -22,8 +22,7 @@ from fairseq.utils import split_paths
 from torch import Tensor
 
 from smoe_fairseq.errors import UsageError
-from smoe_fairseq.files import read_subwords
-from smoe_fairseq.models.hub import BEGINS_WORD, subwords_of
+from smoe_fairseq.subwords import BEGINS_WORD, read_subwords, subwords_of
 
 FLAG = "--subword-sampling"
 MEASURED = 256  # sentences from which the growth of lengths is estimated

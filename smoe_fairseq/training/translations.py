@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from smoe_fairseq.errors import UsageError
-from smoe_fairseq.models.hub import has_pieces
+from smoe_fairseq.subwords import has_pieces
 
 MAX_TOKENS = 4096  # of source in a batch, padding included
 

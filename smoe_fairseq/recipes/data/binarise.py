@@ -19,7 +19,6 @@ from smoe_fairseq.errors import UsageError
 from smoe_fairseq.files import (
     check_plain,
     read_plain,
-    read_subwords,
     read_text,
     whole_files,
     whole_folder,
@@ -31,6 +30,7 @@ from smoe_fairseq.recipes.data.subwords import encode_files
 from smoe_fairseq.recipes.data.text_files import Chunk, chunks, map_chunks
 from smoe_fairseq.recipes.folders import shard_folders
 from smoe_fairseq.recipes.processes import warn
+from smoe_fairseq.subwords import read_subwords
 
 SUFFIXES = ("bin", "idx")
 SPECIAL = ("<s>", "<pad>", "</s>", "<unk>")  # the first entries of every dictionary of fairseq

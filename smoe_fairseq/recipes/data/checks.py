@@ -10,7 +10,6 @@ import numpy as np
 from tabulate import tabulate
 
 from smoe_fairseq.errors import UsageError
-from smoe_fairseq.files import read_subwords
 from smoe_fairseq.forms import read_json
 from smoe_fairseq.recipes.config import FAIRSEQ_POSITIONS, Dataset
 from smoe_fairseq.recipes.data import readers
@@ -20,6 +19,7 @@ from smoe_fairseq.recipes.data.text_files import parallel_map
 from smoe_fairseq.recipes.evaluation.metrics import tokenizer_of
 from smoe_fairseq.recipes.folders import LEFT_OUT, Folders, shard_folders
 from smoe_fairseq.recipes.processes import warn
+from smoe_fairseq.subwords import read_subwords
 
 REACHABLE = 99.9  # chrF++ below which subwords change too much
 _SHOWN = 20  # pairs of which all lines are printed

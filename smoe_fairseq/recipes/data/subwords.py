@@ -15,7 +15,6 @@ import sentencepiece
 
 from smoe_fairseq.errors import UsageError
 from smoe_fairseq.files import (
-    read_subwords,
     refuse_existing,
     whole_files,
     whole_folder,
@@ -30,6 +29,7 @@ from smoe_fairseq.recipes.data.normalization import nfc_rules
 from smoe_fairseq.recipes.data.text_files import Chunk, count_lines, map_chunks
 from smoe_fairseq.recipes.folders import shard_names
 from smoe_fairseq.recipes.processes import warn
+from smoe_fairseq.subwords import read_subwords
 
 _SPECIAL_PIECES = 3  # <unk>, <s> and </s>, which fairseq adds to every dictionary
 # Measured bytes of memory per byte of training text (docs/reproduce.md).
