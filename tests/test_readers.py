@@ -452,7 +452,7 @@ def test_the_table_tells_what_is_odd(tmp_path, capfd):
     for language in ("en", "fr"):  # the test set is in the training text
         tests = (raw / f"test.en-fr.{language}").read_bytes()
         with open(raw / f"train.en-fr.{language}", "ab") as train:
-            train.write(tests + b"same\n" + b"x\n\n"[: 2 + (language == "en")])
+            train.write(tests + b'"the ""same"""\n' + b"x\n\n"[: 2 + (language == "en")])
     content = {"subwords": {"vocab-size": 60}, "train": {"max-source-positions": 30}}
     content["raw"] = {"split": "hash"}  # of other text: it is not advised again
     given = write_dataset(tmp_path / "c", "tiny", pairs=["en-fr"], **content)
@@ -471,6 +471,7 @@ def test_the_table_tells_what_is_odd(tmp_path, capfd):
     assert found["tests in training"].startswith("12 / 12 / 12") and "overlap: drop" in done.stderr
     assert "split: hash" not in done.stderr
     assert found["read"] == "314" and found["best chrF++"] == "100.0"
+    assert "1 training pairs are quoted" in done.stderr
 
 
 def test_text_that_is_divided_already_is_told(tmp_path):

@@ -195,6 +195,23 @@ def test_flags_that_cannot_work_are_named(small_corpus, tmp_path, flags, named):
     refused(train(small_corpus, tmp_path, "--max-update", 1, *flags, check=False), named)
 
 
+@pytest.mark.parametrize(
+    "flags, before",
+    [
+        ("--optimizer sgd", "--optimizer adam"),
+        ("--bf16", "no --bf16"),
+        ("--lr-scheduler cosine --warmup-updates 1", "--lr-scheduler fixed"),
+        (
+            "--criterion label_smoothed_cross_entropy",
+            "--criterion smoe_label_smoothed_cross_entropy",
+        ),
+    ],
+)
+def test_flags_whose_state_a_checkpoint_lacks_are_named(small_corpus, finished, flags, before):
+    words = ("--max-update", 4, *flags.split())
+    refused(train(small_corpus, finished, *words, check=False), "checkpoint_last.pt", before)
+
+
 def test_a_model_may_be_trained_on_its_validation_data(three_languages, tmp_path):
     handmade.train(three_languages, tmp_path, *handmade.MULTILINGUAL, "--train-subset", "valid")
     assert (tmp_path / "checkpoint_best.pt").exists()

@@ -319,6 +319,28 @@ def other_flags(content: Mapping, task) -> dict[str, str]:
     return flags
 
 
+_GROUPS = ("criterion", "optimizer", "lr_scheduler")
+_PRECISIONS = ("bf16", "fp16", "amp", "memory_efficient_bf16", "memory_efficient_fp16")
+
+
+def flags_of_other_state(content: Mapping, config: Mapping) -> list[str]:
+    """The flags of a checkpoint's training that decide what its optimizer's state is, and differ here.
+
+    Args:
+        config: fairseq's ``FairseqConfig`` of a run.
+    """
+    flags, both = [], (content.get("cfg") or {}, config)
+    for group in _GROUPS:
+        before, now = (values_of(each.get(group)).get("_name") for each in both)
+        if before and before != now:
+            flags.append(f"{flag_of(group)} {before}")
+    for name in _PRECISIONS if both[0] else ():
+        before, now = (values_of(each.get("common")).get(name) for each in both)
+        if bool(before) != bool(now):
+            flags.append(flag_of(name) if before else f"no {flag_of(name)}")
+    return flags
+
+
 def check_finite(path: Path | str, weights: Iterable[tuple[str, Tensor]]) -> None:
     """Raise UsageError if a weight is NaN or infinite; torch loads such weights silently."""
     for name, weight in weights:

@@ -183,8 +183,14 @@ class SMoETrainer(Trainer):
                 )
             except Exception as error:  # fairseq replaces the model's error by its own
                 cause = error.__context__
-                if isinstance(cause, UsageError) and not isinstance(error, UsageError):
+                if isinstance(error, UsageError):
+                    raise
+                if isinstance(cause, UsageError):
                     raise UsageError(f"{filename}: {cause}") from None
+                if flags := io.flags_of_other_state(io.content_of(filename), self.cfg):
+                    raise UsageError(
+                        f"{filename}: its training had {' '.join(flags)}; expected the same, or {RESETS}"
+                    ) from error
                 raise
         if extra_state is not None:
             self._check_loaded(filename, reset_optimizer)

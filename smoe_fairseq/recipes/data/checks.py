@@ -70,10 +70,15 @@ def _row(dataset: Dataset, folders: Folders, pair: str) -> Row:
     tests = list(readers.pairs(testing)) if tested else []
     faults, row = Faults(tests), Row(pair)
     left_out = _left_out(folders.raw.with_name(LEFT_OUT), pair)
-    counts = dict.fromkeys(("kept", "empty", "repeated", "equal", "max-ratio", "max-words"), 0)
+    counts = dict.fromkeys(
+        ("kept", "quoted", "empty", "repeated", "equal", "max-ratio", "max-words"), 0
+    )
     others = set().union(*(_tests(folders, other) for other in dataset.pairs if other != pair))
     for source, target in readers.pairs(training):
         counts["kept"] += 1
+        counts["quoted"] += any(
+            s[:1] == s[-1:] == '"' and '""' in s[1:-1] for s in (source, target)
+        )
         row.seen |= others & {(languages[0], source), (languages[1], target)}
         for fault in faults.of(source, target):
             if fault in counts:
@@ -168,6 +173,9 @@ def _advice(row: Row, dataset: Dataset) -> Iterator[str]:
     for name, words in (("repeated", "are repeated"), ("equal", "are the same on both sides")):
         if counts[name] * 10 > kept:
             yield f"{counts[name]:,} training pairs {words}: set `clean: {{{name}: drop}}`"
+    if quoted := counts["quoted"]:
+        quotes = "are quoted as a spreadsheet quotes them, and the quotes are kept as text"
+        yield f"{quoted:,} training pairs {quotes}: export them without quotes"
     if (number := counts["max-ratio"]) * 100 > kept:
         unlike = f"one side has more than {MAX_RATIO} times the words of the other"
         yield f"in {number:,} training pairs {unlike}: set `clean: {{max-ratio: {MAX_RATIO}}}`"
