@@ -7,7 +7,7 @@ A form is one of:
 - ``[form]``, a list, or ``[form, form]``, a list of two;
 - a tuple of alternative forms;
 - a dictionary from the keys of an object to the forms of their values. Keys that end in "?" are optional,
-  further keys are allowed, and the key ``str`` stands for all keys;
+  further keys are allowed, and the key ``str``, or a compiled pattern, stands for all keys;
 - `Settings`, an object whose keys are all optional and may be null; further keys are not allowed.
 """
 
@@ -88,10 +88,12 @@ def fault(value: Any, form: Form, name: str = "") -> str | None:
         value = {key: each for key, each in value.items() if each is not None}
         form = {f"{key}?": each for key, each in form.items()}
     if isinstance(form, dict) and isinstance(value, Mapping):
-        forms = [(key, form[str]) for key in value] if str in form else []
-        for key, inner in [*forms, *((k, f) for k, f in form.items() if k is not str)]:
-            if not isinstance(key, str):
-                return fault(key, str, f"a key of {name}")
+        every = next((key for key in form if not isinstance(key, str)), None)
+        for key in value if every else ():
+            if message := fault(key, every, f"a key of {name}"):
+                return message
+        forms = [(key, form[every]) for key in value] if every else []
+        for key, inner in [*forms, *((k, f) for k, f in form.items() if k is not every)]:
             called = f"{name}.{key}".strip(".").removesuffix("?")
             if key.removesuffix("?") in value:
                 if message := fault(value[key.removesuffix("?")], inner, called):

@@ -115,7 +115,7 @@ _NAME = _names("split", "pair", "sorted", "language", "code")  # of a publisher'
 _DROP = {"drop", "keep"}
 # Flags of a program: a word, several, or none (`true`: the bare flag; `false`: not at all).
 _WORD = (float, str)
-_FLAGS = {str: (None, bool, *_WORD, [_WORD])}
+_FLAGS = {re.compile(r"[A-Za-z][\w-]*"): (None, bool, *_WORD, [_WORD])}
 _TRAINING_FLAGS = {
     **_FLAGS,
     **{f"{name}?": (None, _COUNT) for name in ("max-tokens", "batch-size", "max-update")},

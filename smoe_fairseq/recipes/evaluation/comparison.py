@@ -16,6 +16,7 @@ from sacrebleu.significance import PairedTest
 from smoe_fairseq.errors import UsageError, quietly
 from smoe_fairseq.recipes.config import Dataset
 from smoe_fairseq.recipes.evaluation import scores
+from smoe_fairseq.recipes.evaluation.evaluate import state_notes
 from smoe_fairseq.recipes.evaluation.grid import Grid, number
 from smoe_fairseq.recipes.evaluation.metrics import tokenizer_of
 from smoe_fairseq.recipes.folders import Folders, run_method, run_order, run_seed, test_file
@@ -177,7 +178,7 @@ def comparison(dataset: Dataset, first: str, second: str, metric: str = scores.B
     label = "sacreBLEU" if metric == scores.BLEU else f"sacreBLEU's {metric}"
     notes += [f"{label} {signature}" for signature in sorted(signatures)]
     for run in [*one.runs, *other.runs]:
-        notes += scores.search_notes(dataset, run)
+        notes += [*state_notes(dataset, run), *scores.search_notes(dataset, run)]
     return Grid(header, rows, notes)
 
 

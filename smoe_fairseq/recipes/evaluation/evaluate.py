@@ -32,7 +32,7 @@ from smoe_fairseq.recipes.data.download import tokenizer_file
 from smoe_fairseq.recipes.data.raw import check
 from smoe_fairseq.recipes.data.text_files import count_lines, progress
 from smoe_fairseq.recipes.evaluation import generate, metrics, scores
-from smoe_fairseq.recipes.folders import Folders, run_name, seed_of, test_file
+from smoe_fairseq.recipes.folders import Folders, run_method, run_name, run_seed, seed_of, test_file
 from smoe_fairseq.recipes.processes import command, dry_run, run, step, warn
 from smoe_fairseq.recipes.training import identity
 from smoe_fairseq.recipes.training.train import data_arguments
@@ -183,6 +183,26 @@ def is_outdated(folder: Path) -> str:
             checkpoint, preparation = _consolidated(folder / name)
         return name if preparation or _file_state(checkpoint) != state else ""
     return ""
+
+
+def again(dataset: Dataset, run: str) -> str:
+    """The advice to score a run again."""
+    seed = run_seed(run)
+    advice = f"run scripts/evaluate.sh {dataset.name} {run_method(run)}"
+    return advice if seed is None else f"{advice} --seed {seed}"
+
+
+def state_notes(dataset: Dataset, run: str) -> list[str]:
+    """Notes on a run that is not what its folder's name says, or has changed since it was scored."""
+    folders, notes = Folders(dataset.name), []
+    if folders.binary.exists():  # else the dictionaries are unknown
+        try:
+            identity.check(folders.runs / run, run_method(run), run_seed(run), folders.binary)
+        except UsageError as error:
+            notes.append(f"{run}: {error}")
+    if changed := is_outdated(folders.runs / run):
+        notes.append(f"{run}: {changed} is another one than was scored: {again(dataset, run)}")
+    return notes
 
 
 def evaluate(dataset: Dataset, method: str, flags: Sequence[str], checkpoint: str = "") -> None:

@@ -16,9 +16,9 @@ from smoe_fairseq.recipes.config import (
     tables,
 )
 from smoe_fairseq.recipes.evaluation import metrics, scores
-from smoe_fairseq.recipes.evaluation.evaluate import is_outdated
+from smoe_fairseq.recipes.evaluation.evaluate import again, state_notes
 from smoe_fairseq.recipes.evaluation.grid import FORMATS, Grid, number
-from smoe_fairseq.recipes.folders import SIZES, Folders, run_method, run_order, run_seed
+from smoe_fairseq.recipes.folders import SIZES, Folders, run_method, run_order
 from smoe_fairseq.recipes.processes import warn
 from smoe_fairseq.recipes.training import identity
 
@@ -206,25 +206,18 @@ def _notes(
     signatures = sorted({signature for _, signature in points.values()})
     label = {scores.BLEU: "sacreBLEU", scores.COMET: metric}.get(metric, f"sacreBLEU's {metric}")
     notes = [f"{name}: {label} {signature}" for signature in signatures]
-    seed, folders = run_seed(name), Folders(dataset.name)
-    if folders.binary.exists():  # else the dictionaries are unknown
-        try:
-            identity.check(folders.runs / name, run_method(name), seed, folders.binary)
-        except UsageError as error:
-            notes.append(f"{name}: {error}")
-    again = f"run scripts/evaluate.sh {dataset.name} {run_method(name)}"
-    again += "" if seed is None else f" --seed {seed}"
+    notes += state_notes(dataset, name)
     if result and not points:
         comet = " --comet comet-score" * (metric == scores.COMET)
-        notes.append(f"{name}: was scored without {metric}: {again}{comet}")
+        notes.append(f"{name}: was scored without {metric}: {again(dataset, name)}{comet}")
     elif missing:
         scored = f"{len(points)} of {len(dataset.directions)} directions are scored"
         notes.append(f"{name}: {scored}, averages over missing ones are left out")
-    if changed := is_outdated(folders.runs / name):
-        notes.append(f"{name}: {changed} is another one than was scored: {again}")
     if different := scores.different_tests(result, now=tests):
-        texts = f"another test set than that in {folders.raw} ({', '.join(different)})"
-        notes.append(f"{name}: was scored on {texts}: {again}")
+        texts = (
+            f"another test set than that in {Folders(dataset.name).raw} ({', '.join(different)})"
+        )
+        notes.append(f"{name}: was scored on {texts}: {again(dataset, name)}")
     if not _are_comparable(points):
         notes.append(f"{name}: scores of different sacreBLEU signatures are not averaged")
     elif len(signatures) > 1:
