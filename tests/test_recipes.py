@@ -228,6 +228,13 @@ def test_missing_raw_file_is_named(tmp_path, name):
     assert not (tmp_path / "data/tiny/raw").exists()
 
 
+def test_text_is_not_replaced_by_its_preparation(tmp_path):
+    raw = write_text(tmp_path / "data/tiny/raw", "en-fr", train=300, valid=5, test=5)
+    (raw / "train.en-fr.en").write_text("two  blanks\n" * 300)
+    assert str(raw) in refusal(prepare_from(tmp_path, raw))
+    assert "two  blanks" in (raw / "train.en-fr.en").read_text()
+
+
 @pytest.mark.parametrize("name", ["train.en-fr.fr", "valid.en-fr.en", "test.en-fr.en"])
 def test_text_without_lines_is_named(tmp_path, name):
     raw = write_text(tmp_path / "text", "en-fr", train=5, valid=5, test=5)

@@ -170,6 +170,8 @@ def test_bases_that_are_missing_or_stand_on_one_another(configs):
     configs({"base": "one"}, "two.yaml")
     configs({"pairs": ["a-b"], "base": "one"})
     assert "two.yaml: its `base` one stands on it in turn" in refusal()
+    configs({"pairs": ["a-b"], "base": "datasets/odd"})  # a copy with the name of its base
+    assert "odd.yaml: its `base` datasets/odd stands on it" in refusal()
 
 
 def test_a_file_that_cannot_be_read(configs):

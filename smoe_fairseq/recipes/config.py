@@ -348,16 +348,17 @@ def _is_pair(name: str) -> bool:
     return match is not None and match[1] != match[2]
 
 
-def _merge_bases(path: Path, derived: tuple[str, ...] = ()) -> DictConfig | dict:
+def _merge_bases(path: Path, derived: tuple[Path, ...] = ()) -> DictConfig | dict:
     """Merge a file over its ``base``, and so on to ``common``; ``derived`` are the files based on it."""
     own = read(path, SCHEMA)
     base = own.pop("base", "common")
     if path.stem == "common":
         return own
-    derived += (path.stem,)
-    if base in derived:
+    below = config_folder() / f"{base}.yaml"
+    derived += (path.resolve(),)
+    if below.resolve() in derived:
         raise UsageError(f"{path}: its `base` {base} stands on it in turn")
-    return OmegaConf.merge(_merge_bases(config_folder() / f"{base}.yaml", derived), own)
+    return OmegaConf.merge(_merge_bases(below, derived), own)
 
 
 MOE_FREQ = 2  # every second layer is an MoE layer, unless the data set sets moe-freq

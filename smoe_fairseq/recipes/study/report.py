@@ -36,7 +36,8 @@ def write_report(dataset: Dataset) -> None:
     if dry_run():
         return
     folder = folder_of(dataset.name)
-    systems = _systems(dataset)
+    everything = _systems(dataset)
+    systems = {m: [r for r in rs if not r.diverged] or rs for m, rs in everything.items()}
     costs = {}
     for method, results in systems.items():
         known = {"flags": results[0].about.get("flags", {})}
@@ -51,7 +52,7 @@ def write_report(dataset: Dataset) -> None:
     def add(title: str, grid: Grid) -> None:
         parts.extend([f"## {title}", markdown(grid)] if grid.rows else [])
 
-    add("Statements", statements_table(statements, verdicts, measures, systems, flops))
+    add("Statements", statements_table(statements, verdicts, measures, everything, flops))
     pictures = {"costs": draw_costs(systems, flops)}
     if statements:
         pictures = {"statements": draw_statements(statements, verdicts, measures)} | pictures
@@ -63,9 +64,9 @@ def write_report(dataset: Dataset) -> None:
         add("By resource", tables.by_class(dataset, systems))
     add("Requested capacity", tables.capacity_table(systems))
     add("BLEU by direction", tables.directions_table(dataset, systems))
-    add("Runs", tables.runs_table(dataset, systems))
+    add("Runs", tables.runs_table(dataset, everything))
     write_whole(folder / FILE, "\n\n".join(part.rstrip() for part in parts) + "\n")
-    runs = sum(map(len, systems.values()))
+    runs = sum(map(len, everything.values()))
     what = f"what {runs} runs show" if runs > 1 else "what one run shows"
     print(f"# {folder / FILE}: {what}", flush=True)
 

@@ -30,7 +30,6 @@ def systems_table(
     rows = []
     for method, results in systems.items():
         parameters, flops = costs[method]
-        results = [result for result in results if not result.diverged] or results
         times = [[r.time for r in results if r.time and r.machine == m] for m in machines]
         updates = {result.about["updates"] for result in results}
         row = [method, number(parameters, 1), number(flops, 1)]
