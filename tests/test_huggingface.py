@@ -146,6 +146,8 @@ def test_the_cache_gives_the_logits_of_a_whole_pass(exported):
     source, given = batch(model.config.vocab_size)
     given[given == 1] = 5
     expected = model(source, source != 1, given).logits
+    with pytest.raises(UsageError, match="cache_implementation"):
+        model.generate(source, attention_mask=source != 1, cache_implementation="static")
     for inputs, name in (({"labels": given}, "input_ids"), ({"input_ids": source}, "labels")):
         with pytest.raises(ValueError, match=name):
             model(**inputs)

@@ -108,9 +108,11 @@ def test_an_option_that_a_translation_cannot_follow_is_named(corpus, post_norm, 
     refused(run("fairseq-generate", *words, check=False), UNTRANSLATED[given])
 
 
-def test_references_that_are_not_there_cannot_be_scored(corpus, post_norm):
-    words = [*generation(corpus, post_norm), "--user-dir", PLUGIN, "--score-reference"]
-    refused(run("fairseq-interactive", *words, check=False, stdin="a b\n"), "--score-reference")
+@pytest.mark.parametrize("given", ["--score-reference", "--lm-path lm.pt"])
+def test_an_option_that_interactive_translation_lacks_is_named(corpus, post_norm, given):
+    words = [*generation(corpus, post_norm), "--user-dir", PLUGIN, *given.split()]
+    result = run("fairseq-interactive", *words, check=False, stdin="a b\n")
+    refused(result, given.split()[0])
 
 
 OTHER_CRITERION = "--arch smoe_transformer_tiny --no-share-all-embeddings --smoe-strata 4-4"

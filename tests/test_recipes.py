@@ -229,6 +229,7 @@ def test_missing_raw_file_is_named(tmp_path, name):
 
 
 def test_text_is_not_replaced_by_its_preparation(tmp_path):
+    (tmp_path / "data/tiny").mkdir(parents=True)
     raw = write_text(tmp_path / "data/tiny/raw", "en-fr", train=300, valid=5, test=5)
     (raw / "train.en-fr.en").write_text("two  blanks\n" * 300)
     assert str(raw) in refusal(prepare_from(tmp_path, raw))

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import GenerationMixin, PretrainedConfig, PreTrainedModel
-from transformers.cache_utils import DynamicCache, EncoderDecoderCache
+from transformers.cache_utils import DynamicCache, EncoderDecoderCache, StaticCache
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import ModelOutput, Seq2SeqMoEOutput
 
@@ -582,7 +582,8 @@ class SMoEForConditionalGeneration(PreTrainedModel, GenerationMixin):
 
         Raises:
             UsageError: the Trainer passes no labels, because of its ``label_smoothing_factor`` or a loss
-                function, and router logits are not requested: the gates' losses would be missing.
+                function, and router logits are not requested: the gates' losses would be missing. Or the
+                cache is a static one.
         """
         config = self.config
         attentions = _value_or(output_attentions, config.output_attentions)
@@ -605,6 +606,8 @@ class SMoEForConditionalGeneration(PreTrainedModel, GenerationMixin):
             decoder_input_ids = self.prepare_decoder_input_ids_from_labels(labels)
         past_key_values = cache if past_key_values is None else past_key_values
         use_cache = labels is None and _value_or(use_cache, config.use_cache)
+        if isinstance(getattr(past_key_values, "self_attention_cache", None), StaticCache):
+            raise UsageError("cache_implementation: expected a dynamic cache, not a static one")
         if use_cache and past_key_values is None:
             past_key_values = EncoderDecoderCache(DynamicCache(), DynamicCache())
         outputs = self.decoder(

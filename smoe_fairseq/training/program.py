@@ -100,8 +100,12 @@ def translate_data(original, cfg, output_file):
 
 @replaces("fairseq_cli.interactive:main")
 def translate_input(original, cfg):
-    if cfg.generation.score_reference:
-        raise UsageError("--score-reference: expected fairseq-generate, which has references")
+    for option in (
+        "score_reference",
+        "lm_path",
+    ):  # which fairseq would ignore, or miss a target for
+        if getattr(cfg.generation, option):
+            raise UsageError(f"{flag_of(option)}: expected it with fairseq-generate")
     if getattr(cfg.bpe, "_name", None) == "sentencepiece":
         cfg.common_eval.post_process = None  # it joins the pieces itself
     _check_search(cfg, "interactive")
