@@ -126,6 +126,9 @@ def test_sets_of_several_processes(small_corpus, run_of_two, tmp_path):
     call("average", *files, "--output", tmp_path / "files.pt")
     for name in ("folder.pt", "sets.pt", "files.pt"):
         assert_is_mean(tmp_path / name, [whole_model(path) for path in sets])
+    copies = [shutil.copy(rank_file(sets[1], r), rank_file(tmp_path / "c.pt", r)) for r in (0, 1)]
+    call("average", *files, *map(Path, copies), "--output", tmp_path / "copies.pt")
+    assert_is_mean(tmp_path / "copies.pt", [whole_model(path) for path in sets])
     content = load(tmp_path / "sets.pt")
     assert len(content["model"][W1]) == 8
     assert content["smoe_experts"]["world_size"] == 1 and "ema" not in content["extra_state"]

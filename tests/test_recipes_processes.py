@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -73,6 +74,25 @@ def goes_on_to_the_same_bits(tmp_path: Path, script: str, words, given) -> None:
     whole = recipe(tmp_path, script, *words, *more, **given, RUN_DIR="whole")
     assert whole.returncode == 0, whole.stdout + whole.stderr
     assert_same_bits(content(parts), content(tmp_path / "whole/tiny/smoe-2-2"))
+
+
+def test_variables_of_another_launcher_do_not_make_one_process_a_rank(tmp_path, place):
+    another = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port()), "LOCAL_RANK": "0"}
+    given = place | another | {"WORLD_SIZE": "2", "RANK": "0", "GPUS": "0"}
+    words = ("tiny", "smoe-2-2", "--disable-validation", "--max-update", "1")
+    ended = recipe(tmp_path, "train", *words, **given)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+
+
+def test_an_environment_that_is_closed_to_this_user_is_named(tmp_path):
+    (tmp_path / ".venv/bin").mkdir(parents=True)
+    (tmp_path / "scripts").mkdir()
+    (tmp_path / ".venv/bin/python").symlink_to("/gone/python")
+    for name in ("recipe", "table.sh"):
+        shutil.copy(ROOT / "scripts" / name, tmp_path / "scripts")
+    command = [tmp_path / "scripts/table.sh", "m4"]
+    ended = subprocess.run(command, capture_output=True, text=True)
+    assert ended.returncode == 1 and f"{tmp_path}/.venv/bin/python" in ended.stderr
 
 
 @pytest.mark.soak

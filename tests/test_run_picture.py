@@ -45,6 +45,12 @@ def test_it_appears_beside_the_checkpoints(log, tmp_path):
     assert (tmp_path / "training.png").stat().st_size > 10_000
 
 
+def test_a_log_that_a_crash_has_damaged_is_drawn(log, tmp_path):
+    with open(log, "ab") as file:
+        file.write(b"epoch 005 | loss 2.3\0\xff\xfe half")
+    assert draw(tmp_path, log) == tmp_path / "training.png"
+
+
 def test_of_a_run_that_logged_little_there_is_none(log, tmp_path):
     log.write_text("".join(log.read_text().splitlines(keepends=True)[:3]))
     assert draw(tmp_path, log) is None

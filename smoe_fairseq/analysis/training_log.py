@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from smoe_fairseq.files import read_text
+from smoe_fairseq.files import read_plain
 
 UPDATES = "num_updates"
 MAX_BYTES = 1 << 32
@@ -35,19 +35,24 @@ def read_lines(path: Path) -> Iterator[dict[str, float]]:
 
     fairseq's formats simple and json are supported. Raises UsageError for a file that cannot be read.
     """
-    for line in read_text(path, MAX_BYTES).splitlines():
+    for line in _lines(path):
         if UPDATES in (values := _values(line)):
             yield values
 
 
 def read_validations(path: Path) -> Iterator[dict[str, float]]:
     """The values of each validation, in the formats of `read_lines`; a loss may be NaN or infinite."""
-    for line in read_text(path, MAX_BYTES).splitlines():
+    for line in _lines(path):
         found = VALID_NUMBER.findall(line.partition(" | valid on '")[2])
         with suppress(ValueError):  # a line that is cut off
             values = {name: float(value) for name, value in found or JSON_NUMBER.findall(line)}
             if UPDATES in values:
                 yield values
+
+
+def _lines(path: Path) -> list[str]:
+    """The lines of a log, which a crash may have damaged."""
+    return read_plain(path, MAX_BYTES).decode("utf-8", "replace").splitlines()
 
 
 def _values(line: str) -> dict[str, float]:

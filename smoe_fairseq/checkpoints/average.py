@@ -172,23 +172,30 @@ def select(paths: Sequence[Path], last: int | None, by: str | None) -> list[Path
 
 def _unique(paths: Sequence[Path]) -> list[Path]:
     """Each checkpoint once, even if a shell's ``*`` expands to all files of a set or copies of a file."""
-    unique = []
+    unique, copies = [], []
     for path in paths:
         is_rank = io.rank_of(path) is not None
         name = io.set_name(path) if is_rank else path
         if name in unique and not is_rank:
             raise UsageError(f"{path} is named twice: it would count twice")
-        # fairseq copies a file to its other names: checkpoint_best.pt, checkpoint_last.pt.
-        files = (
-            [file for file in unique if file.is_file()] if path.is_file() and not is_rank else []
-        )
-        if same := next((file for file in files if cmp(file, path, False)), None):
-            print(f"{path} is a copy of {same}, and counts once")
-        elif name not in unique:
+        if name in unique or name in copies:
+            continue
+        # fairseq copies a checkpoint to its other names: checkpoint_best.pt, checkpoint_last.pt.
+        if same := next((other for other in unique if _are_equal(other, name)), None):
+            print(f"{name} is a copy of {same}, and counts once")
+            copies.append(name)
+        else:
             unique.append(name)
     if len(unique) < 2:
         raise UsageError(f"{unique[0]} is one checkpoint: expected more, or a folder with --last N")
     return unique
+
+
+def _are_equal(first: Path, second: Path) -> bool:
+    """Whether two checkpoints, files or sets, have the same content."""
+    files = ([file for file in io.files_read(path) if file.is_file()] for path in (first, second))
+    ours, theirs = files
+    return len(ours) == len(theirs) > 0 and all(cmp(*both, False) for both in zip(ours, theirs))
 
 
 def _newest(folder: Path, last: int, by: str | None) -> list[Path]:

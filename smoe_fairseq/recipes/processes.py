@@ -17,6 +17,7 @@ from smoe_fairseq.errors import UsageError
 STARTED_BY_RECIPE = "SMOE_RECIPE"  # variable that is set for every command of a recipe
 TIMEOUT_SECONDS = 60  # until a stopped command is killed; torchrun gives its workers 30
 PYTHON = ("python", "-P")  # -P: no module of the current folder is imported
+_RANK = {"RANK", "LOCAL_RANK", "WORLD_SIZE"}  # variables of a launched process
 # Programs that print the reason for their failure in one sentence.
 _EXPLAINING = {"python", "smoe", "fairseq-train", "fairseq-generate", "torchrun", "srun"}
 
@@ -57,13 +58,15 @@ def whole_number(
 def environment() -> dict[str, str]:
     """The environment of commands; the programs of this Python's environment come first on the path.
 
-    Python's warnings are off, since fairseq causes dozens; ``PYTHONWARNINGS=default`` shows them.
+    Python's warnings are off, since fairseq causes dozens; ``PYTHONWARNINGS=default`` shows them. What
+    another launcher has set, such as that of a container, does not make the command one of its ranks.
     """
+    inherited = {name: value for name, value in os.environ.items() if name not in _RANK}
     return {
         "PYTHONWARNINGS": "ignore",
         # libgomp's threads spin while they wait, which makes a run on a busy machine 2 to 10 times slower.
         "GOMP_SPINCOUNT": "2000",
-        **os.environ,
+        **inherited,
         STARTED_BY_RECIPE: "1",
         "PYTHONSAFEPATH": "1",
         "PATH": f"{sysconfig.get_path('scripts')}{os.pathsep}{os.environ.get('PATH', '')}",
