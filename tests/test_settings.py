@@ -76,6 +76,7 @@ PROGRAMS = ("task", "generate", "sacrebleu")
     "content, words",
     [
         ({"pairs": ["a-b"], "trian": {}}, "trian"),
+        ("pairs: [a-b]\ntrain: {warmup-updates: 0100}\n", "line 2: 0100"),  # YAML's 64
         ("pairs: [a-b]\ntrain: {lr: 0,0008}\n", "0008"),  # YAML's lr 0, and a key without a value
         *(("- a\n- b\n", "keys"), ("words\n", "keys")),
         *((text, "YAML") for text in ("pairs: [a-b\n", "train: {lr: 1, lr: 2}\n")),
@@ -122,7 +123,7 @@ PROGRAMS = ("task", "generate", "sacrebleu")
         ({"pairs": ["a-b"], "raw": {"messages": {}}}, "raw.messages.layout"),
         ({"pairs": ["a-b"], "raw": {"archives": [{"size": 1}]}}, "raw.archives[0].url"),
     ],
-    ids=range(58),
+    ids=range(59),
 )
 def test_what_a_file_may_not_hold(configs, content, words):
     path = configs(content)

@@ -185,6 +185,10 @@ _REQUIRED = {
 }
 
 
+# What YAML 1.1 reads as numbers to the bases 8 and 60: 0100 is 64, and 1:30 is 90.
+_ODD = re.compile(r"[-+]?0[0-7_]+|[-+]?[1-9][\d_]*(:[0-5]?\d)+")
+
+
 def read(path: Path, keys: Collection[str]) -> dict[str, Any]:
     """The content of a YAML file; keys without a value are left out.
 
@@ -200,6 +204,10 @@ def read(path: Path, keys: Collection[str]) -> dict[str, Any]:
         if (values := _count_values(node, {})) > MAX_VALUES:
             count = f"{values:,} values, with what its aliases repeat"
             raise UsageError(f"{path} has {count}: expected at most {MAX_VALUES:,}")
+        for token in yaml.scan(text):
+            if isinstance(token, yaml.ScalarToken) and token.plain and _ODD.fullmatch(token.value):
+                line = f"{path}, line {token.start_mark.line + 1}: {token.value}"
+                raise UsageError(f"{line}: expected a number without leading 0, or text in quotes")
         content = OmegaConf.to_container(OmegaConf.create(text))
     except (yaml.YAMLError, OmegaConfBaseException) as error:
         raise UsageError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from None
