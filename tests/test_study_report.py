@@ -127,6 +127,14 @@ def test_a_run_that_diverged_is_reported_and_left_out(two_runs):
     assert statement(report, "smoe-4-4 and moe")[0] == "0" and "not finite: smoe-4-4." in report
 
 
+def test_runs_of_different_lengths_are_told(two_runs):
+    folder, _ = two_runs
+    assert "updates**" not in made(folder)
+    file = folder / "results/multi30k/moe" / study_results.FILE
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"updates": 4}))
+    assert "updates**: smoe-4-4 2 and moe 4." in made(folder)
+
+
 @pytest.mark.filterwarnings("error")
 def test_runs_too_short_to_be_logged(two_runs):
     folder, _ = two_runs

@@ -190,19 +190,24 @@ def statements_table(
 
 
 def _left_out(statements: Iterable[Statement], systems: Systems) -> list[str]:
-    """Notes on the seeds that two machines trained, and on runs that diverged."""
-    pairs_left_out = []
+    """Notes on seeds that two machines trained, runs that diverged, and runs of different lengths."""
+    pairs_left_out, lengths = [], []
     for s in statements:
         both = pairs(systems, s).items()
         seeds = [seed for seed, (a, b) in both if a.machine != b.machine]
         names = ", ".join("the first" if seed is None else str(seed) for seed in seeds)
         pairs_left_out += [f"{s.first} and {s.second} ({names})"] if seeds else []
+        updates = [(a.about.get("updates"), b.about.get("updates")) for _, (a, b) in both]
+        if different := next((pair for pair in updates if pair[0] != pair[1]), None):
+            lengths.append(f"{s.first} {different[0]:,} and {s.second} {different[1]:,}")
     start = "- **Seeds left out**, since two machines trained the systems"
     notes = [f"{start}: {'; '.join(pairs_left_out)}."] if pairs_left_out else []
     if diverged := [r.name for results in systems.values() for r in results if r.diverged]:
         notes.append(
             f"- **Runs left out**, since their last loss is not finite: {', '.join(diverged)}."
         )
+    if lengths:
+        notes.append(f"- **Different numbers of updates**: {'; '.join(lengths)}.")
     return notes
 
 
