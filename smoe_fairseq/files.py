@@ -254,10 +254,15 @@ def write_whole(
 def open_plain(path: Path, append: bool = False) -> BinaryIO:
     """Open a plain file for writing or appending; unlike `whole_file` it keeps partial content.
 
+    A file with a second name, as in a backup by ``cp -al``, is replaced by a copy first.
+
     Raises:
-        UsageError: the path is a link, or not a plain file.
+        UsageError: the path is a symbolic link, or not a plain file.
         OSError: it cannot be opened.
     """
+    if path.is_file() and path.lstat().st_nlink > 1 and not path.is_symlink():
+        with whole_file(path) as partial:
+            shutil.copyfile(path, partial)
     opened = _open_plain(path, os.O_WRONLY | (os.O_APPEND if append else 0))
     if not append:
         os.ftruncate(opened, 0)

@@ -158,7 +158,7 @@ def test_memory_kept_for_the_backward_pass(strata):
 
 
 @needs_grouped_mm
-@pytest.mark.parametrize("dynamic", [None, True])
+@pytest.mark.parametrize("dynamic", [None, soak(True)])
 def test_compiles_for_batches_of_any_length(dynamic):
     """As in training by default: each expert has a capacity. The second graph is for all other lengths."""
     block = make_block("4-4", capacity_factor=2.0)
@@ -175,6 +175,21 @@ def test_compiles_for_batches_of_any_length(dynamic):
     for transform in (torch.vmap, torch.func.grad):
         with pytest.raises(RuntimeError, match="StratifiedMoE"):
             transform(lambda x: block(x)[0].sum())(x)
+
+
+@needs_grouped_mm
+def test_an_exported_block_takes_batches_of_any_size():
+    block = make_block("2-2").eval()
+    batch, length = (torch.export.Dim(name, min=2, max=64) for name in ("batch", "length"))
+
+    def inputs(*shape):
+        return torch.randn(*shape, D), torch.rand(*shape) < 0.2
+
+    sizes = {name: {0: batch, 1: length} for name in ("x", "padding_mask")}
+    program = torch.export.export(block, inputs(3, 5), dynamic_shapes=sizes).module()
+    for shape in ((3, 5), (7, 9), (2, 64)):
+        x, mask = inputs(*shape)
+        torch.testing.assert_close(program(x, mask)[0], block(x, mask)[0])
 
 
 @needs_grouped_mm

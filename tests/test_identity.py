@@ -49,6 +49,12 @@ def save(folder: Path) -> None:
     (folder / "checkpoint_last.pt").write_text("more")
 
 
+def test_a_run_that_does_not_say_what_it_is_is_resumed_with_a_word(run, started, capsys):
+    (started / "identity.json").unlink()
+    assert run(method="switch") is None and "identity.json is missing" in capsys.readouterr().err
+    assert "as switch, not as moe" in run()
+
+
 CHANGES = {  # a flag that is given now, and what the sentence names of the start
     "--seed 2": "--seed 1",
     "--seed=2": "--seed 1",

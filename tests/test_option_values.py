@@ -178,14 +178,21 @@ class Mine(LabelSmoothedCrossEntropyCriterion):
     assert log.read_text().count("Traceback (most recent call last)") == 1
 
 
-def test_a_plugin_with_a_name_that_is_taken_is_named(corpus, tmp_path):
+@pytest.mark.parametrize(
+    "names, hint",
+    [
+        (("transformer", "transformer"), "new names"),
+        (("smoe_transformer", "mine"), "import smoe_fairseq"),
+    ],
+)
+def test_a_plugin_with_a_name_that_is_taken_or_missing_is_named(corpus, tmp_path, names, hint):
     (tmp_path / "mine").mkdir()
-    (tmp_path / "mine/__init__.py").write_text("""
+    (tmp_path / "mine/__init__.py").write_text(f"""
 from fairseq.models import register_model_architecture
-register_model_architecture("transformer", "transformer")(print)
+register_model_architecture{names}(print)
 """)
     result = run("fairseq-train", corpus, "--user-dir", tmp_path / "mine", *TINY, check=False)
-    refused(result, f"--user-dir {tmp_path / 'mine'}")
+    refused(result, f"--user-dir {tmp_path / 'mine'}", hint)
 
 
 def test_a_metric_that_no_log_has_is_not_the_end_of_a_run(corpus, tmp_path):

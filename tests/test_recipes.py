@@ -199,6 +199,13 @@ def test_what_a_prepared_data_set_lacks_is_named(tmp_path, words, name):
     assert name in refusal(recipe(tmp_path, *words.split(), GPUS="0", **given))
 
 
+def test_a_home_that_no_shell_has_expanded(tmp_path):
+    """As in the ENV of a Dockerfile."""
+    given = {"HOME": str(tmp_path), "RUN_DIR": "~/runs", "DRY_RUN": "1", "GPUS": "0"}
+    printed = recipe(tmp_path, "train", "m4", "moe", **given)
+    assert printed.returncode == 0 and f"--save-dir {tmp_path}/runs/m4/moe" in printed.stdout
+
+
 def test_data_set_file_with_an_unknown_key(tmp_path):
     given = write_dataset(tmp_path / "configs", "odd", pairs=["a-b"], trian={})
     sentence = refusal(recipe(tmp_path, "train", "odd", "moe", DRY_RUN="1", **given))

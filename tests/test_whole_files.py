@@ -209,12 +209,22 @@ def test_thousands_of_files_in_one_folder(tmp_path, monkeypatch):
     assert searched == [tmp_path]
 
 
-@pytest.mark.parametrize("kind", ["link", "second name", "pipe"])
+@pytest.mark.parametrize("append", [False, True])
+def test_the_second_name_of_a_file_keeps_its_content(tmp_path, append):
+    """As in a backup by ``cp -al``."""
+    victim, part = tmp_path / "victim", tmp_path / "part"
+    victim.write_text("mine")
+    part.hardlink_to(victim)
+    with files.open_plain(part, append) as file:
+        file.write(b" more")
+    assert victim.read_text() == "mine" and part.read_text() == "mine more"[4 * (not append) :]
+
+
+@pytest.mark.parametrize("kind", ["link", "pipe"])
 def test_what_is_written_over_several_attempts_is_a_plain_file(tmp_path, kind):
     victim, part = tmp_path / "victim", tmp_path / "part"
     victim.write_text("mine")
-    make = {"link": part.symlink_to, "second name": part.hardlink_to, "pipe": None}[kind]
-    os.mkfifo(part) if make is None else make(victim)
+    part.symlink_to(victim) if kind == "link" else os.mkfifo(part)
     reader = os.open(part, os.O_RDONLY | os.O_NONBLOCK)  # a pipe without one cannot be opened
     for append in (False, True):
         with pytest.raises(UsageError, match="part is a link or no plain file: remove it"):

@@ -4,6 +4,7 @@ import argparse
 import functools
 import logging
 import os
+import re
 import sys
 import warnings
 from argparse import Namespace
@@ -83,11 +84,12 @@ def import_by_own_name(original, args):
     try:
         original(args)
     except ValueError as error:
-        if "duplicate" not in str(error):  # fairseq's words
+        expected = "new names, or smoe_fairseq itself in a checkout"
+        if re.search("unknown model type .smoe_", str(error)):
+            expected = "`import smoe_fairseq` at the top of its __init__.py"
+        elif "duplicate" not in str(error):  # fairseq's words
             raise
-        raise UsageError(
-            f"--user-dir {folder}: {error}; expected new names, or smoe_fairseq itself in a checkout"
-        ) from None
+        raise UsageError(f"--user-dir {folder}: {error}; expected {expected}") from None
 
 
 # Lets ``fairseq-hydra-train common.user_dir=... model=...`` select models and criteria of a plugin.

@@ -99,7 +99,7 @@ class SimpleExperts(nn.Module):
         constant_TV, copy_TC = weight_TS.tensor_split([constants], dim=1)
         output_TD = copy_TC.sum(1, keepdim=True).to(x_TD.dtype) * x_TD
         if constants:
-            logits_TV2 = F.linear(x_TD, self.mix).view(len(x_TD), constants, 2)
+            logits_TV2 = F.linear(x_TD, self.mix).view(x_TD.shape[0], constants, 2)
             x_TV, v_TV = logits_TV2.to(weight_TS.dtype).softmax(dim=-1).unbind(-1)
             x_T1 = (constant_TV * x_TV).sum(1, keepdim=True)
             output_TD = output_TD + x_T1.to(x_TD.dtype) * x_TD
@@ -169,7 +169,7 @@ class OutputMasking(nn.Module):
         return None
 
     def combine(self, moe_TD: Tensor, output: None) -> Tensor:
-        one_T1 = moe_TD.new_ones(len(moe_TD), 1)
+        one_T1 = moe_TD.new_ones(moe_TD.shape[0], 1)
         return moe_TD * mask_outputs(one_T1, self.p, self.training)
 
 

@@ -193,7 +193,7 @@ def grouped_mm(x_NI: Tensor, w_EIO: Tensor, ends_E: Tensor) -> Tensor:
         return _product(x_NI, w_EIO, ends_E)
     *rows, rest = _split(x_NI, ends_E)
     products = [x @ w_IO for x, w_IO in zip(rows, w_EIO, strict=True)]
-    return torch.cat([*products, rest.new_zeros(len(rest), w_EIO.shape[2])])
+    return torch.cat([*products, rest.new_zeros(rest.shape[0], w_EIO.shape[2])])
 
 
 def grouped_outer(

@@ -181,7 +181,7 @@ class StratifiedMoE(nn.Module):
         x_TD, weights = x.reshape(-1, x.shape[-1]), self.experts.weights()
         run, placement = start_pass(self.execution, self.experts, weights), self.experts.placement
         # The last stratum that each token visited or skipped; -1 before the first.
-        position_T = torch.full((len(x_TD),), -1, device=x.device)
+        position_T = torch.full((x_TD.shape[0],), -1, device=x.device)
         padding_T = padding_mask.reshape(-1) if padding_mask is not None else position_T >= 0
         unrouted_T = drop_gating(padding_T, self.gating_dropout, self.training)
         position_T = position_T.masked_fill(unrouted_T, len(self.strata))

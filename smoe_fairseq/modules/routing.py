@@ -104,7 +104,7 @@ def rank_within_expert(
     sorted_N, order_N = expert_KT.flatten().sort(stable=True)
     bounds_E1 = torch.arange(num_experts + 1, device=sorted_N.device)
     start_E1 = torch.searchsorted(sorted_N, bounds_E1)  # expert E: copies without an expert
-    rank_N = torch.arange(len(sorted_N), device=sorted_N.device)
+    rank_N = torch.arange(sorted_N.shape[0], device=sorted_N.device)
     rank_N = rank_N - start_E1.index_select(0, sorted_N)
     rank_KT = torch.empty_like(rank_N).scatter_(0, order_N, rank_N).view_as(expert_KT)
     return rank_KT.t(), start_E1.diff()

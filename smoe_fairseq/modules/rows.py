@@ -80,7 +80,8 @@ def sum_rows(y_ND: Tensor, row_TK: Tensor) -> Tensor:
 
 def select(x_T: Tensor, index_N: Tensor) -> Tensor:
     """``x[index]``; zeros if ``x`` is empty, for the padding row of a batch without tokens."""
-    return x_T.index_select(0, index_N) if len(x_T) else x_T.new_zeros(len(index_N), *x_T.shape[1:])
+    number = index_N.shape[0]
+    return x_T.index_select(0, index_N) if x_T.shape[0] else x_T.new_zeros(number, *x_T.shape[1:])
 
 
 class AddRows(torch.autograd.Function):

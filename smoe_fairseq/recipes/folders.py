@@ -21,7 +21,7 @@ _RUN = re.compile(r"(?P<method>.+)\.seed-(?P<seed>\d+)")
 
 def path_from_environment(variable: str, default: str = "") -> Path:
     """The path in an environment variable; with a default, raises UsageError if it is not a folder."""
-    path = Path(os.environ.get(variable) or default)
+    path = Path(os.environ.get(variable) or default).expanduser()
     if default and path.exists() and not path.is_dir():
         raise UsageError(f"{variable}={path}: expected a folder")
     return path.absolute() if str(path).startswith("-") else path  # else it looks like a flag

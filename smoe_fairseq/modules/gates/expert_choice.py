@@ -52,12 +52,12 @@ class ExpertChoiceGate(LinearGate):
     def take(self, score_TE: Tensor, group_T: Tensor, active_T: Tensor, factor: float) -> Tensor:
         """``(T, E)``: whether the token is among the expert's best ``ceil(factor T_g / E)`` of its group."""
         # The host does not know the number of groups, so there are T + 1; the last has inactive tokens.
-        group_T = group_T.masked_fill(~active_T, len(group_T))
-        size_G = group_T.new_zeros(len(group_T) + 1)
+        group_T = group_T.masked_fill(~active_T, group_T.shape[0])
+        size_G = group_T.new_zeros(group_T.shape[0] + 1)
         size_G.scatter_add_(0, group_T, torch.ones_like(group_T))
         best_TE = score_TE.argsort(dim=0, descending=True, stable=True)
         order_TE = best_TE.gather(0, group_T[best_TE].argsort(dim=0, stable=True))
-        place_T1 = torch.arange(len(group_T), device=group_T.device).unsqueeze(1)
+        place_T1 = torch.arange(group_T.shape[0], device=group_T.device).unsqueeze(1)
         start_G = size_G.cumsum(0) - size_G
         rank_TE = torch.empty_like(order_TE)
         rank_TE.scatter_(0, order_TE, place_T1 - start_G[group_T[order_TE]])

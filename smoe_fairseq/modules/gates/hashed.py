@@ -34,7 +34,7 @@ class HashGate(Gate):
         expert_T = self.table[id_T]
         dtype = torch.promote_types(x_TD.dtype, torch.float32)
         probs_TE = F.one_hot(expert_T, self.num_experts).to(dtype)
-        return route_to_one(expert_T, probs_TE.new_ones(len(x_TD), 1), active_T, probs_TE)
+        return route_to_one(expert_T, probs_TE.new_ones(x_TD.shape[0], 1), active_T, probs_TE)
 
 
 class HashTopKGate(TopKGate):

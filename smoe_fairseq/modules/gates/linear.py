@@ -42,7 +42,7 @@ class Gate(nn.Module):
     def forward(self, x_TD: Tensor, active_T: Tensor | None = None, *extra: Tensor) -> Routing:
         """Route the active tokens (None: all); ``extra`` as in `decide`."""
         if active_T is None:
-            active_T = x_TD.new_ones(len(x_TD), dtype=torch.bool)
+            active_T = x_TD.new_ones(x_TD.shape[0], dtype=torch.bool)
         return self.decide(x_TD, active_T, *extra)
 
     def decide(self, x_TD: Tensor, active_T: Tensor, *extra: Tensor) -> Routing:

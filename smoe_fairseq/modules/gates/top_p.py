@@ -27,6 +27,8 @@ class TopPGate(AnyNumberGate):
         probs_TE = logits_TE.softmax(dim=-1)
         sorted_TE, choice_TE = probs_TE.detach().sort(dim=1, descending=True, stable=True)
         # The sum of the larger probabilities; 0 for the best expert, which is always chosen.
-        before_TE = torch.cat([sorted_TE.new_zeros(len(x_TD), 1), sorted_TE.cumsum(1)[:, :-1]], 1)
+        before_TE = torch.cat(
+            [sorted_TE.new_zeros(x_TD.shape[0], 1), sorted_TE.cumsum(1)[:, :-1]], 1
+        )
         chosen_TE = (before_TE < self.p) & active_T.unsqueeze(1)
         return self.route(choice_TE, probs_TE.gather(1, choice_TE), chosen_TE, active_T, logits_TE)

@@ -112,6 +112,10 @@ def claim(
             return False
         warn(f"{folder} {difference}; --force-resume resumes it with the new flags")
         own[_BEFORE] = {**saved, _SAVED: _last_save(folder)}
+    elif is_saved(folder):
+        warn(
+            f"{file} is missing: the run is resumed as {method}, with the flags that are given now"
+        )
     _write(file, own)
     return True
 
