@@ -22,7 +22,7 @@ COMMANDS = {"smoe"} | {
     f"fairseq-{name}"
     for name in (
         *("preprocess", "train", "hydra-train", "generate", "interactive", "validate"),
-        "eval-lm",
+        *("eval-lm", "score"),
     )
 }
 PLUGIN = Path(__file__).parents[1] / "smoe_fairseq"
