@@ -290,8 +290,10 @@ def compare_when_loaded(original, *arguments, **options):
 
 
 # Task options that add a language's token to the text: with other values, a model silently translates badly.
-LANGUAGE_TOKENS = {"encoder_langtok", "decoder_langtok", "langtoks", "lang_tok_replacing_bos_eos"}
-LANGUAGE_TOKENS |= {"lang_tok_style"}
+LANGUAGE_TOKENS = {
+    *("encoder_langtok", "decoder_langtok", "langtoks", "lang_tok_style"),
+    "lang_tok_replacing_bos_eos",
+}
 
 
 def other_flags(content: Mapping, task) -> dict[str, str]:

@@ -1,6 +1,4 @@
-"""Changes to ``fairseq-train``: the position in an epoch, validation, early stopping; and to commands that
-translate.
-"""
+"""Changes to ``fairseq-train`` (position in an epoch, validation, early stopping) and to translation."""
 
 import os
 import sys
@@ -100,10 +98,8 @@ def translate_data(original, cfg, output_file):
 
 @replaces("fairseq_cli.interactive:main")
 def translate_input(original, cfg):
-    for option in (
-        "score_reference",
-        "lm_path",
-    ):  # which fairseq would ignore, or miss a target for
+    # There are no references, and fairseq would ignore the language model.
+    for option in ("score_reference", "lm_path"):
         if getattr(cfg.generation, option):
             raise UsageError(f"{flag_of(option)}: expected it with fairseq-generate")
     if getattr(cfg.bpe, "_name", None) == "sentencepiece":
@@ -126,7 +122,7 @@ def _check_search(cfg, command: str) -> None:
     if options.constraints and (command, task) != ("interactive", "translation"):
         raise UsageError("--constraints: expected fairseq-interactive with --task translation")
     for option in _ITERATIVE:
-        if getattr(options, option) and not task.endswith("_lev"):
+        if getattr(options, option) and not str(task).endswith("_lev"):
             raise UsageError(f"{flag_of(option)}: expected a model that translates by iterations")
 
 
