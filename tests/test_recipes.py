@@ -241,6 +241,9 @@ def test_text_is_not_replaced_by_its_preparation(tmp_path):
     (raw / "train.en-fr.en").write_text("two  blanks\n" * 300)
     assert str(raw) in refusal(prepare_from(tmp_path, raw))
     assert "two  blanks" in (raw / "train.en-fr.en").read_text()
+    given = {"CONFIG_DIR": str(tmp_path / "configs"), "DRY_RUN": "1"}
+    planned = recipe(tmp_path, "prepare", "tiny", RAW="not yet there", **given)
+    assert planned.returncode == 0, planned.stderr
 
 
 @pytest.mark.parametrize("name", ["train.en-fr.fr", "valid.en-fr.en", "test.en-fr.en"])

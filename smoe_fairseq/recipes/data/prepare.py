@@ -62,7 +62,7 @@ def _prepare(dataset: Dataset, folders: Folders, flags: Sequence[str]) -> None:
         raise UsageError(
             f"RAW={source}: expected a folder with the text of {dataset.name}, such as an archive unpacked"
         )
-    if source and folders.raw.exists() and source.samefile(folders.raw):
+    if source and folders.raw.exists() and source.resolve() == folders.raw.resolve():
         raise UsageError(
             f"RAW={source}: the prepared text would replace it: expected another folder, or no RAW to use "
             "it as it is"
