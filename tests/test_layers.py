@@ -40,17 +40,8 @@ LAYERS = {
         *("models", "modules", "subwords"),
     },
     "training": {
-        *(
-            "checkpoints",
-            "compat",
-            "criterions",
-            "ending",
-            "errors",
-            "files",
-            "flags",
-            "host_memory",
-        ),
-        *("models", "modules", "subwords", "translate"),
+        *("checkpoints", "compat", "criterions", "ending", "errors", "files", "flags"),
+        *("host_memory", "models", "modules", "subwords", "translate"),
     },
     "analysis": {
         *(ROOT, "checkpoints", "errors", "files", "flags", "forms", "models", "modules"),
@@ -74,8 +65,8 @@ LAYERS[ROOT] = {"compat"}
 # The one list of names of higher layers: what the plugin adds to fairseq, imported only with it.
 NAMED_BY_COMPAT = (Path("compat/__init__.py"), "ADDITIONS")
 WITHOUT_FAIRSEQ = (
-    *("errors", "files", "flags", "forms", "host_memory", "huggingface", "modules", "subwords"),
-    "ending",
+    *("ending", "errors", "files", "flags", "forms", "host_memory", "huggingface", "modules"),
+    "subwords",
 )
 # At import time: the start-up hook waits for them.
 STANDARD_LIBRARY_ONLY = ("errors", "files", "forms")

@@ -193,8 +193,8 @@ def _unique(paths: Sequence[Path]) -> list[Path]:
 
 def _are_equal(first: Path, second: Path) -> bool:
     """Whether two checkpoints, files or sets, have the same content."""
-    files = ([file for file in io.files_read(path) if file.is_file()] for path in (first, second))
-    ours, theirs = files
+    both = (first, second)
+    ours, theirs = ([file for file in io.files_read(path) if file.is_file()] for path in both)
     return len(ours) == len(theirs) > 0 and all(cmp(*both, False) for both in zip(ours, theirs))
 
 

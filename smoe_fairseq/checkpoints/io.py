@@ -313,12 +313,16 @@ def other_flags(content: Mapping, task) -> dict[str, str]:
             for each in (saved, current)
         )
         if (before or None) != (now or None):
-            shown = ",".join(before) if isinstance(before, list) else before
-            flag = flag_of(name)
-            flags[name] = flag if before is True else f"{flag} {shown}" if before else f"no {flag}"
+            flags[name] = _as_flag(name, before)
     if flags.keys() & {"encoder_langtok", "decoder_langtok"}:
         flags.pop("langtoks", None)  # fairseq sets it by these
     return flags
+
+
+def _as_flag(name: str, value) -> str:
+    """The flag that sets an option to a value."""
+    flag, shown = flag_of(name), ",".join(value) if isinstance(value, list) else value
+    return flag if value is True else f"{flag} {shown}" if value else f"no {flag}"
 
 
 _GROUPS = ("criterion", "optimizer", "lr_scheduler")
@@ -335,11 +339,11 @@ def flags_of_other_state(content: Mapping, config: Mapping) -> list[str]:
     for group in _GROUPS:
         before, now = (values_of(each.get(group)).get("_name") for each in both)
         if before and before != now:
-            flags.append(f"{flag_of(group)} {before}")
+            flags.append(_as_flag(group, before))
     for name in _PRECISIONS if both[0] else ():
         before, now = (values_of(each.get("common")).get(name) for each in both)
         if bool(before) != bool(now):
-            flags.append(flag_of(name) if before else f"no {flag_of(name)}")
+            flags.append(_as_flag(name, bool(before)))
     return flags
 
 

@@ -76,6 +76,12 @@ _SEARCHES = ("sampling", "diverse_beam_groups", "match_source_len", "diversity_r
 _ITERATIVE = ("print_step", "retain_iter_history")
 
 
+@replaces("fairseq.utils:load_align_dict")
+def take_bare_flag(original, replace_unk):
+    """For ``--replace-unk`` without a file, fairseq has the value "@@ ", which it takes for one."""
+    return original("" if replace_unk == "@@ " else replace_unk)
+
+
 @replaces("fairseq_cli.generate:_main")
 def translate_data(original, cfg, output_file):
     shards = cfg.dataset
@@ -111,8 +117,6 @@ def translate_input(original, cfg):
 def _check_search(cfg, command: str) -> None:
     """Raise UsageError for options of a search that exclude each other, or that the command cannot follow."""
     options = cfg.generation
-    if options.replace_unk == "@@ ":  # fairseq's value of the bare flag, which it takes for a file
-        options.replace_unk = ""
     chosen = [
         flag_of(each) for each in _SEARCHES if getattr(options, each) not in (False, None, -1)
     ]
