@@ -15,7 +15,7 @@ from types import SimpleNamespace
 
 import pytest
 import sacrebleu
-from commands import bash_torchrun, changed
+from commands import bash_torchrun, changed, contents
 from commands import run as run_program
 from test_recipes import ROOT, commands, recipe, refusal, surroundings, table
 
@@ -58,6 +58,42 @@ def test_prepared_text_is_the_raw_text(tiny):
         assert decoded == [" ".join(x.split()) for x in open(folder / "text" / name, newline="\n")]
     assert not list(folder.glob("data/**/*.partial"))
     assert "prepared already" in results["again"].stdout
+
+
+def test_a_changed_data_set_is_not_prepared_already(tiny, tmp_path):
+    shutil.copytree(tiny[0] / "data", tmp_path / "data")
+    raw = shutil.copytree(tiny[0] / "text", tmp_path / "text")
+    given = {"CONFIG_DIR": str(tiny[0] / "configs"), "DATA_DIR": str(tmp_path / "data")}
+    same = recipe(tmp_path, "prepare", "tiny", RAW=str(raw), **given)
+    assert same.returncode == 0 and "prepared already" in same.stdout
+    before = contents(tmp_path / "data/tiny/raw")
+
+    def told(*words, **more):
+        sentence = refusal(recipe(tmp_path, "prepare", "tiny", *words, **given, **more))
+        assert (
+            f"{tmp_path}/data/tiny/bin" in sentence
+            and contents(tmp_path / "data/tiny/raw") == before
+        )
+        return sentence
+
+    assert "subwords" in told("--vocab-size", "50")
+    (raw / "train.en-fr.fr").write_text("another text\n" * 300)
+    assert "RAW" in told(RAW=str(raw))
+    changed = tmp_path / "data/tiny/raw/test.en-fr.fr"
+    changed.write_text(changed.read_text() + "one more\n")
+    before = contents(tmp_path / "data/tiny/raw")
+    assert "raw/" in told()
+
+
+def test_a_refused_preparation_leaves_no_folder(tmp_path):
+    assert "--raw" in refusal(recipe(tmp_path, "prepare", "phrasebook", "--raw", "nowhere"))
+    assert not (tmp_path / "data/phrasebook").exists()
+
+
+def test_a_dry_run_refuses_what_the_run_refuses(tiny):
+    given = {"CONFIG_DIR": str(tiny[0] / "configs"), "RUN_DIR": "elsewhere", "FORECAST": "1"}
+    words = ("train", "tiny", "smoe-2-2", "--dropout", "-1", "--dry-run")
+    assert "--dropout" in refusal(recipe(tiny[0], *words, **given))
 
 
 def test_scores_are_those_of_the_translations_against_raw_references(tiny):

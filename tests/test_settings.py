@@ -78,6 +78,8 @@ PROGRAMS = ("task", "generate", "sacrebleu")
         ({"pairs": ["a-b"], "trian": {}}, "trian"),
         ("pairs: [a-b]\ntrain: {warmup-updates: 0100}\n", "line 2: 0100"),  # YAML's 64
         ("pairs: [a-b]\ntrain: {lr: 0,0008}\n", "0008"),  # YAML's lr 0, and a key without a value
+        *((f"pairs: [a-b]\nprecision: {each}\n", "line 2") for each in ("'???'", '"a\\0b"')),
+        ({"pairs": ["a-b"], "base": "phrasebook"}, "`base` 'phrasebook'"),
         *(("- a\n- b\n", "keys"), ("words\n", "keys")),
         *((text, "YAML") for text in ("pairs: [a-b\n", "train: {lr: 1, lr: 2}\n")),
         *((REPEATED, "255,513 values"), ("train:\n  a: &a\n    b: *a\n", "inf values")),
@@ -123,7 +125,7 @@ PROGRAMS = ("task", "generate", "sacrebleu")
         ({"pairs": ["a-b"], "raw": {"messages": {}}}, "raw.messages.layout"),
         ({"pairs": ["a-b"], "raw": {"archives": [{"size": 1}]}}, "raw.archives[0].url"),
     ],
-    ids=range(59),
+    ids=range(62),
 )
 def test_what_a_file_may_not_hold(configs, content, words):
     path = configs(content)
@@ -140,14 +142,19 @@ TRAINED = {"arch": "smoe_transformer_tiny", "lr": 1, "max-tokens": 99, "max-upda
         *(("train odd moe", x, "x") for x in ("train.dropout", "train.dropoot", "task.task")),
         ("train odd moe", "methods.moe.clip-norm", "x"),
         ("train odd moe", "methods.moe.smoe-strata", "0-0"),
+        # The value is what is unknown to the program, since the flag has none.
+        *(("train odd moe", "train.share-all-embeddings", x) for x in ("0", "a b", 1)),
+        ("train odd moe", "train.adam-eps", 1),  # of another optimizer
         ("evaluate odd moe", "sacrebleu.metrics", "x"),
+        ("evaluate odd moe", "generate.beam", -1),
     ],
 )
 def test_what_a_program_refuses_is_told_with_file_and_setting(configs, words, setting, value):
     for key in reversed(setting.split(".")):
         value = {key: value}
     below = configs(yaml.safe_dump(value), "below.yaml")
-    configs({"pairs": ["en-fr"], "base": "below", "experts": 4, "train": TRAINED})
+    trained = TRAINED | ({"optimizer": "sgd", "adam-betas": False} if "adam" in setting else {})
+    configs({"pairs": ["en-fr"], "base": "below", "experts": 4, "train": trained})
     folder = below.parent.parent
     given = {"DRY_RUN": "1", "GPUS": "0", "FORECAST": "1", "CONFIG_DIR": str(below.parent)}
     refused(step_here(*words.split(), cwd=folder, **given), f"{below}: `{setting}`")

@@ -214,6 +214,6 @@ def _newest(folder: Path, last: int, by: str | None) -> list[Path]:
     if len(files[by]) < last:
         raise UsageError(
             f"--last {last}: {folder} has {len(files[by])} by {by}; see --save-interval-updates and "
-            "--no-epoch-checkpoints of fairseq-train"
+            "--no-epoch-checkpoints of fairseq-train (files of --checkpoint-suffix do not count)"
         )
     return [files[by][number] for number in sorted(files[by])[-last:]]

@@ -7,6 +7,7 @@ import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -45,12 +46,20 @@ def parse_flags(program: str, words: Sequence[str]) -> DictConfig:
     from smoe_fairseq.compat.option_values import check_options
 
     training = program == "fairseq-train"
-    with refusing_flags():
-        parser = options.get_training_parser() if training else options.get_generation_parser()
-        parser.prog = program
-        if not training:
-            parser.add_argument("--arch", "-a", default="wav2vec2")  # as fairseq-generate does
-        cfg = convert_namespace_to_omegaconf(options.parse_args_and_arch(parser, list(words)))
+    parser = options.get_training_parser() if training else options.get_generation_parser()
+    parser.prog = program
+    if not training:
+        parser.add_argument("--arch", "-a", default="wav2vec2")  # as fairseq-generate does
+    try:
+        with refusing_flags():
+            args = options.parse_args_and_arch(parser, list(words))
+            cfg = convert_namespace_to_omegaconf(args)
+    except UsageError as error:
+        for flag, word in pairwise(words if "unrecognized" in str(error) else ()):
+            action = parser._option_string_actions.get(flag)
+            if action and action.nargs == 0 and (word[:1] != "-" or is_number(word)):
+                raise UsageError(f"{flag} {word}: the flag takes no value") from None
+        raise
     check_options(cfg)
     return cfg
 
@@ -205,9 +214,15 @@ def read(path: Path, keys: Collection[str]) -> dict[str, Any]:
             count = f"{values:,} values, with what its aliases repeat"
             raise UsageError(f"{path} has {count}: expected at most {MAX_VALUES:,}")
         for token in yaml.scan(text):
-            if isinstance(token, yaml.ScalarToken) and token.plain and _ODD.fullmatch(token.value):
-                line = f"{path}, line {token.start_mark.line + 1}: {token.value}"
-                raise UsageError(f"{line}: expected a number without leading 0, or text in quotes")
+            if not isinstance(token, yaml.ScalarToken):
+                continue
+            line = f"{path}, line {token.start_mark.line + 1}"
+            if token.plain and _ODD.fullmatch(token.value):
+                expected = "expected a number without leading 0, or text in quotes"
+                raise UsageError(f"{line}: {token.value}: {expected}")
+            # OmegaConf takes ??? for a value that is missing; no program takes a null byte.
+            if token.value == "???" or "\0" in token.value:
+                raise UsageError(f"{line}: {token.value!r}: expected another value")
         content = OmegaConf.to_container(OmegaConf.create(text))
     except (yaml.YAMLError, OmegaConfBaseException) as error:
         raise UsageError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from None
@@ -282,10 +297,11 @@ def naming_settings(
     try:
         yield
     except UsageError as error:
+        unknown = str(error).startswith("unrecognized arguments: ")
         for flag in re.findall(r"(?<=--)[\w-]+", str(error))[:1]:
             for section in sections:
-                is_set = flag in _section(vars(dataset), section)
-                if not is_set or f"--{flag}" in flag_values(typed):
+                settings = _section(vars(dataset), section)
+                if flag not in settings or f"--{flag}" in flag_values(typed):
                     continue
                 file = dataset_file(dataset.name)
                 while file.stem != "common":
@@ -293,7 +309,8 @@ def naming_settings(
                     if flag in _section(own, section):
                         break
                     file = config_folder() / f"{own.get('base', 'common')}.yaml"
-                raise UsageError(f"{file}: `{section}.{flag}`: {error}") from None
+                advice = f" (`{flag}: false` leaves --{flag} out)" if unknown else ""
+                raise UsageError(f"{file}: `{section}.{flag}`: {error}{advice}") from None
         raise
 
 
@@ -366,6 +383,8 @@ def _merge_bases(path: Path, derived: tuple[Path, ...] = ()) -> DictConfig | dic
     derived += (path.resolve(),)
     if below.resolve() in derived:
         raise UsageError(f"{path}: its `base` {base} stands on it in turn")
+    if not below.is_file():
+        raise UsageError(f"{path}: its `base` {base!r} is not there: {below} is missing")
     return OmegaConf.merge(_merge_bases(below, derived), own)
 
 

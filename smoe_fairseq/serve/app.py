@@ -190,7 +190,7 @@ class WebApp:
     """
 
     def __init__(
-        self, engine: Engine, max_batch: int, max_waiting: int, timeout: float, stopping: float = 10
+        self, engine: Engine, max_batch: int, max_waiting: int, timeout: float, stopping: float = 8
     ):
         self.engine, self.max_batch, self.max_waiting = engine, max_batch, max_waiting
         self.timeout, self.stopping = timeout, stopping

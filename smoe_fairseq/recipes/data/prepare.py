@@ -1,5 +1,8 @@
 """``scripts/prepare.sh``: from raw text to what ``fairseq-train`` reads."""
 
+import contextlib
+import hashlib
+import json
 import os
 import shutil
 from collections.abc import Iterator, Sequence
@@ -8,6 +11,7 @@ from pathlib import Path
 from smoe_fairseq import files
 from smoe_fairseq.errors import UsageError
 from smoe_fairseq.flags import refusing_flags
+from smoe_fairseq.forms import read_json
 from smoe_fairseq.recipes.commands import CommandParser, add_subword_options
 from smoe_fairseq.recipes.config import FAIRSEQ_POSITIONS, Dataset, arguments, naming_settings
 from smoe_fairseq.recipes.data import raw
@@ -18,11 +22,16 @@ from smoe_fairseq.recipes.folders import Folders, package_folder, path_from_envi
 from smoe_fairseq.recipes.processes import command, dry_run, run, step, warn, whole_number
 from smoe_fairseq.recipes.training.launcher import cores
 
+# In the folder of binarised text: what it was made of, see `_origin`.
+_RECORD = "preparation.json"
+_END = 2**16  # bytes of a file's beginning and end in its digest
+
 
 def prepare(dataset: Dataset, flags: Sequence[str] = ()) -> None:
     """Download the text or read it from ``RAW``, learn subwords, and binarise every pair.
 
     Does nothing if the data set is prepared already. ``flags`` go to the step that learns subwords.
+    Raises UsageError, before anything is written, if it was prepared from other text or settings.
     """
     folders = Folders(dataset.name)
     parser = CommandParser(prog="smoe prepare")
@@ -32,26 +41,70 @@ def prepare(dataset: Dataset, flags: Sequence[str] = ()) -> None:
     if dry_run():
         _prepare(dataset, folders, flags)
         return
-    if _is_prepared(dataset, folders):
+    if _is_prepared(dataset, folders, flags):
         return
     folders.data.mkdir(parents=True, exist_ok=True)
     files.lock_folder(folders.data, files.PREPARATION)
     try:
-        if not _is_prepared(dataset, folders):  # by another process meanwhile
+        if not _is_prepared(dataset, folders, flags):  # by another process meanwhile
             _prepare(dataset, folders, flags)
     finally:
         files.unlock_folder(folders.data, files.PREPARATION)
+        with contextlib.suppress(OSError):
+            folders.data.rmdir()  # if nothing was written
 
 
-def _is_prepared(dataset: Dataset, folders: Folders) -> bool:
-    if folders.binary.exists():
-        folders.check_prepared(dataset.pairs)
-        print(f"{folders.binary} is prepared already: delete it to prepare it again")
-    return folders.binary.exists()
+def _is_prepared(dataset: Dataset, folders: Folders, flags: Sequence[str]) -> bool:
+    if not folders.binary.exists():
+        return False
+    folders.check_prepared(dataset.pairs)
+    advice = "delete it to prepare it again"
+    if (record := folders.binary / _RECORD).exists():
+        before, now = read_json(record), _origin(dataset, folders, flags)
+        if changed := [key for key, value in now.items() if value != before.get(key)]:
+            # Text that was gathered is used again, unless RAW names its source.
+            gathered = changed[0] in ("`raw`", "`source`", "`clean`") and not _source()
+            also = f"{folders.binary} and {folders.raw}" if gathered else "it"
+            advice = f"delete {also} to prepare it again"
+            raise UsageError(f"{folders.binary} was prepared with other {changed[0]}: {advice}")
+    print(f"{folders.binary} is prepared already: {advice}")
+    return True
+
+
+def _origin(dataset: Dataset, folders: Folders, flags: Sequence[str]) -> dict[str, object]:
+    """What binarised text was made of: settings, and the text's files with a digest of size and ends."""
+    origin: dict[str, object] = {
+        f"`{key}`": getattr(dataset, key) for key in ("raw", "source", "clean", "shards")
+    }
+    origin["`subwords`"] = [*arguments(dataset.subwords), *flags]
+    origin[f"text in {folders.raw.name}/"] = _digests(folders.raw)
+    if source := _source():
+        origin["text in RAW"] = _digests(source)
+    return json.loads(json.dumps(origin))
+
+
+def _digests(source: Path) -> dict[str, str]:
+    """A digest of each file's size, beginning and end, by its path in ``source``, which may be a file."""
+    digests = {}
+    for path in [source] if source.is_file() else source.rglob("*"):
+        if path.is_file():
+            with open(path, "rb") as file:
+                size = file.seek(0, os.SEEK_END)
+                file.seek(max(0, size - _END))
+                ends = file.read()
+                file.seek(0)
+                content = str(size).encode() + ends + file.read(_END)
+            name = path.name if path == source else str(path.relative_to(source))
+            digests[name] = hashlib.sha256(content).hexdigest()
+    return digests
+
+
+def _source() -> Path | None:
+    return path_from_environment("RAW") if os.environ.get("RAW") else None
 
 
 def _prepare(dataset: Dataset, folders: Folders, flags: Sequence[str]) -> None:
-    source = path_from_environment("RAW") if os.environ.get("RAW") else None
+    source = _source()
     if archive := _archive(dataset, folders, source):
         if flags:
             advice = "give RAW=folder with text to learn others"
@@ -133,6 +186,9 @@ def _binarised(
     yield step("encode", partial / "spm.model", folders.raw, text, *limits, *_workers())
     yield f"# {dataset.name}: binarise; one set of files serves both directions of a pair"
     yield step("binarise", dataset.name, text, partial / "dict.txt", partial, *_workers())
+    if not dry_run():
+        origin = json.dumps(_origin(dataset, folders, flags), indent=2, sort_keys=True)
+        files.write_whole(partial / _RECORD, f"{origin}\n")
     yield command("rm", "-rf", text, folders.binary)
     yield command("mv", partial, folders.binary)
 

@@ -45,7 +45,8 @@ def _choose(requested: str, launch: Launch, resumed: Flags | None) -> tuple[str,
         before = next((name for name in ("bf16", "fp16") if f"--{name}" in resumed), "fp32")
         return before, "as this run began; PRECISION chooses for a new run"
     if launch.cpu and requested in ("auto", "fp16"):
-        return "fp32", "which a CPU computes in; PRECISION=bf16 also runs on one"
+        instead = ", not fp16" * (requested == "fp16")
+        return "fp32", f"which a CPU computes in{instead}; PRECISION=bf16 also runs on one"
     if requested != "auto":
         return requested, ""
     if has_bf16():
