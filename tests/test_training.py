@@ -193,6 +193,7 @@ def test_hydra_trains_the_size_of_the_architecture(small_corpus, tmp_path):
 )
 def test_flags_that_cannot_work_are_named(small_corpus, tmp_path, flags, named):
     refused(train(small_corpus, tmp_path, "--max-update", 1, *flags, check=False), named)
+    assert not list(tmp_path.glob("*.pt"))  # told before training
 
 
 @pytest.mark.parametrize(

@@ -95,6 +95,10 @@ class SMoETrainer(Trainer):
         self.folder = launch.folder_identity(self.cfg.checkpoint.save_dir)
         program.set_early_stop({})
         translations.check(self.get_criterion(), self.get_model())
+        if not cfg.dataset.disable_validation:
+            for subset in task.datasets.keys() - {cfg.dataset.train_subset}:
+                # Raises, before any training, if --max-tokens is below a sentence's length.
+                self.get_valid_iterator(subset, disable_iterator_cache=True)
         program.change("get_valid_stats", translations.score_by_translations)
         program.change("validate", program.save_if_validation_fails)
         if alpha := getattr(self.get_criterion(), "subword_sampling", 0):
