@@ -146,7 +146,6 @@ TRAINED = {"arch": "smoe_transformer_tiny", "lr": 1, "max-tokens": 99, "max-upda
         *(("train odd moe", "train.share-all-embeddings", x) for x in ("0", "a b", 1)),
         ("train odd moe", "train.adam-eps", 1),  # of another optimizer
         ("evaluate odd moe", "sacrebleu.metrics", "x"),
-        ("evaluate odd moe", "generate.beam", -1),
     ],
 )
 def test_what_a_program_refuses_is_told_with_file_and_setting(configs, words, setting, value):

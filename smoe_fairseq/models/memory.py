@@ -47,6 +47,10 @@ OPTIMIZERS = {
 # ---- Weights ----
 
 
+class NotForecastError(UsageError):
+    """The memory of such a run is not modelled; the run itself may be possible."""
+
+
 @dataclass(frozen=True)
 class Part:
     """A part of a model, named by the flags that set its size.
@@ -304,9 +308,9 @@ def _terms(run: Run) -> tuple[Forecast, float, list[tuple[float, float]]]:
     """The forecast without activations and peak; activations per token; (bytes, per token) at each peak."""
     flags = run.flags
     if flags.amp:
-        raise UsageError("--amp cannot be forecast: autocast chooses the types")
+        raise NotForecastError("--amp cannot be forecast: autocast chooses the types")
     if flags.optimizer not in OPTIMIZERS:
-        raise UsageError(f"--optimizer {flags.optimizer}: its memory is unknown")
+        raise NotForecastError(f"--optimizer {flags.optimizer}: its memory is unknown")
     shared, experts = run.weights()
     size, largest = shared + experts, _largest(run)
     state, copies = OPTIMIZERS[flags.optimizer]

@@ -86,7 +86,8 @@ class Guard:
         match = _HOST.fullmatch(headers.get("host", ""))
         host = (match[1] or match[2] or "").lower() if match else ""
         if self.hosts is not None and host not in self.hosts:
-            answer = refusal(403, f"this server answers only to {', '.join(sorted(self.hosts))}")
+            names = ", ".join(sorted(self.hosts))
+            answer = refusal(403, f"this server answers only to {names}; --allow-host adds a name")
             await answer(scope, receive, send_with_headers)
             return
         if headers.get("transfer-encoding") and headers.get("content-length"):

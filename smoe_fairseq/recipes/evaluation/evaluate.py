@@ -27,7 +27,6 @@ from smoe_fairseq.recipes.config import (
     flag_values,
     method_flags,
     naming_settings,
-    parse_flags,
 )
 from smoe_fairseq.recipes.data.download import tokenizer_file
 from smoe_fairseq.recipes.data.raw import check
@@ -235,8 +234,6 @@ def evaluate(dataset: Dataset, method: str, flags: Sequence[str], checkpoint: st
         with naming_settings(dataset, ("generate", "task"), flags):
             _translate(evaluation)
     for direction in evaluation.directions if dry_run() else ():
-        with naming_settings(dataset, ("generate", "task"), flags), quietly():
-            parse_flags("fairseq-generate", evaluation.generation(direction))
         generation = command("fairseq-generate", *evaluation.generation(direction))
         comment = f"# {dataset.name} {direction}: translate and score"
         run([comment, generation, *evaluation.scoring(direction)])

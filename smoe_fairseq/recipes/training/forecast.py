@@ -30,8 +30,11 @@ def forecast(dataset: Dataset, launch: Launch, words: Sequence[str]) -> tuple[li
         with quietly():
             return _forecast(dataset, launch, [*(["--cpu"] if launch.cpu else []), *words])
     except Exception as error:
-        if isinstance(error, UsageError) and str(error).startswith("--"):
-            raise  # the value of a flag is impossible
+        from smoe_fairseq.models.memory import NotForecastError
+
+        impossible = isinstance(error, UsageError) and str(error).startswith("--")
+        if impossible and not isinstance(error, NotForecastError):
+            raise
         reason = " ".join(str(error).split()) or type(error).__name__
         return [f"# the memory of this run is not known: {reason}"], []
 
