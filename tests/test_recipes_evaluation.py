@@ -64,6 +64,8 @@ def test_a_changed_data_set_is_not_prepared_already(tiny, tmp_path):
     shutil.copytree(tiny[0] / "data", tmp_path / "data")
     raw = shutil.copytree(tiny[0] / "text", tmp_path / "text")
     given = {"CONFIG_DIR": str(tiny[0] / "configs"), "DATA_DIR": str(tmp_path / "data")}
+    (tmp_path / "data/tiny/raw/train.en-de.de").unlink()  # for room; what is there is the same
+    (raw / "notes.txt").touch()
     same = recipe(tmp_path, "prepare", "tiny", RAW=str(raw), **given)
     assert same.returncode == 0 and "prepared already" in same.stdout
     before = contents(tmp_path / "data/tiny/raw")

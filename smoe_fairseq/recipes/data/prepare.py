@@ -59,28 +59,45 @@ def _is_prepared(dataset: Dataset, folders: Folders, flags: Sequence[str]) -> bo
         return False
     folders.check_prepared(dataset.pairs)
     advice = "delete it to prepare it again"
-    if (record := folders.binary / _RECORD).exists():
-        before, now = read_json(record), _origin(dataset, folders, flags)
-        if changed := [key for key, value in now.items() if value != before.get(key)]:
-            # Text that was gathered is used again, unless RAW names its source.
-            gathered = changed[0] in ("`raw`", "`source`", "`clean`") and not _source()
-            also = f"{folders.binary} and {folders.raw}" if gathered else "it"
-            advice = f"delete {also} to prepare it again"
-            raise UsageError(f"{folders.binary} was prepared with other {changed[0]}: {advice}")
+    if changed := _changed(dataset, folders, flags):
+        # Text that was gathered is used again, unless RAW names its source.
+        if changed in ("`raw`", "`source`", "`clean`") and not _source():
+            advice = f"delete it and {folders.raw} to prepare it again"
+        raise UsageError(f"{folders.binary} was prepared with other {changed}: {advice}")
     print(f"{folders.binary} is prepared already: {advice}")
     return True
 
 
-def _origin(dataset: Dataset, folders: Folders, flags: Sequence[str]) -> dict[str, object]:
-    """What binarised text was made of: settings, and the text's files with a digest of size and ends."""
-    origin: dict[str, object] = {
-        f"`{key}`": getattr(dataset, key) for key in ("raw", "source", "clean", "shards")
+def _changed(dataset: Dataset, folders: Folders, flags: Sequence[str]) -> str | None:
+    """A setting or text that is not that of the binarised text; None if there is none, or no record."""
+    record = folders.binary / _RECORD
+    if not record.exists():
+        return None
+    before = read_json(record, {"settings": dict, "text": {str: {str: str}}})
+    now = _origin(dataset, folders, flags)
+    for key, value in now["settings"].items():
+        if before["settings"].get(key) != value:
+            return f"`{key}`"
+    for place, texts in now["text"].items():  # of which some may have been added or removed since
+        known = before["text"].get(place, {})
+        same = [known[name] == digest for name, digest in texts.items() if name in known]
+        if texts and not (same and all(same)):
+            return f"text in {place}"
+    return None
+
+
+def _origin(dataset: Dataset, folders: Folders, flags: Sequence[str]) -> dict[str, dict]:
+    """What binarised text is made of: settings, and the texts' files, see `_digests`."""
+    keys = dataset.raw.keys() - {"url", "sha256", "archives"}  # where the same text can be had
+    settings = {
+        "raw": {key: dataset.raw[key] for key in keys},
+        **{"source": dataset.source, "clean": dataset.clean, "shards": dataset.shards},
+        "subwords": [*arguments(dataset.subwords), *flags],
     }
-    origin["`subwords`"] = [*arguments(dataset.subwords), *flags]
-    origin[f"text in {folders.raw.name}/"] = _digests(folders.raw)
+    text = {"raw/": _digests(folders.raw)}
     if source := _source():
-        origin["text in RAW"] = _digests(source)
-    return json.loads(json.dumps(origin))
+        text["RAW"] = _digests(source)
+    return json.loads(json.dumps({"settings": settings, "text": text}))
 
 
 def _digests(source: Path) -> dict[str, str]:
