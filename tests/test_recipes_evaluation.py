@@ -72,10 +72,8 @@ def test_a_changed_data_set_is_not_prepared_already(tiny, tmp_path):
 
     def told(*words, **more):
         sentence = refusal(recipe(tmp_path, "prepare", "tiny", *words, **given, **more))
-        assert (
-            f"{tmp_path}/data/tiny/bin" in sentence
-            and contents(tmp_path / "data/tiny/raw") == before
-        )
+        assert f"{tmp_path}/data/tiny/bin" in sentence
+        assert contents(tmp_path / "data/tiny/raw") == before
         return sentence
 
     assert "subwords" in told("--vocab-size", "50")

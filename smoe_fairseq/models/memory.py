@@ -44,11 +44,11 @@ OPTIMIZERS = {
 }
 
 
-# ---- Weights ----
-
-
 class NotForecastError(UsageError):
     """The memory of such a run is not modelled; the run itself may be possible."""
+
+
+# ---- Weights ----
 
 
 @dataclass(frozen=True)

@@ -383,8 +383,8 @@ def _merge_bases(path: Path, derived: tuple[Path, ...] = ()) -> DictConfig | dic
     derived += (path.resolve(),)
     if below.resolve() in derived:
         raise UsageError(f"{path}: its `base` {base} stands on it in turn")
-    if not below.is_file():
-        raise UsageError(f"{path}: its `base` {base!r} is not there: {below} is missing")
+    if not below.exists():
+        raise UsageError(f"{path}: its `base` {base!r}: {below} is missing")
     return OmegaConf.merge(_merge_bases(below, derived), own)
 
 

@@ -95,10 +95,6 @@ class SMoETrainer(Trainer):
         self.folder = launch.folder_identity(self.cfg.checkpoint.save_dir)
         program.set_early_stop({})
         translations.check(self.get_criterion(), self.get_model())
-        if not cfg.dataset.disable_validation:
-            for subset in task.datasets.keys() - {cfg.dataset.train_subset}:
-                # Raises, before any training, if --max-tokens is below a sentence's length.
-                self.get_valid_iterator(subset, disable_iterator_cache=True)
         program.change("get_valid_stats", translations.score_by_translations)
         program.change("validate", program.save_if_validation_fails)
         if alpha := getattr(self.get_criterion(), "subword_sampling", 0):
@@ -234,7 +230,14 @@ class SMoETrainer(Trainer):
                 io.check_finite(filename, [(f"{name} of its optimizer", values[name])])
 
     def get_train_iterator(self, *arguments, **options):
-        """As fairseq's; raises UsageError if ranks have different data."""
+        """As fairseq's; raises UsageError if ranks have different data.
+
+        Validation's batches, which the task keeps, are made first: this fails before any training if a
+        sentence is longer than ``--max-tokens``.
+        """
+        if not self.cfg.dataset.disable_validation:
+            for subset in self.task.datasets.keys() - {self.cfg.dataset.train_subset}:
+                self.get_valid_iterator(subset)
         iterator = super().get_train_iterator(*arguments, **options)
         launch.check_data(self.cfg.dataset.train_subset, iterator.dataset)
         return iterator

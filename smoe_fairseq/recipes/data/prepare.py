@@ -88,16 +88,18 @@ def _changed(dataset: Dataset, folders: Folders, flags: Sequence[str]) -> str | 
 
 def _origin(dataset: Dataset, folders: Folders, flags: Sequence[str]) -> dict[str, dict]:
     """What binarised text is made of: settings, and the texts' files, see `_digests`."""
-    keys = dataset.raw.keys() - {"url", "sha256", "archives"}  # where the same text can be had
+    places = ("url", "sha256", "archives")  # where the same text can be had
     settings = {
-        "raw": {key: dataset.raw[key] for key in keys},
-        **{"source": dataset.source, "clean": dataset.clean, "shards": dataset.shards},
+        "raw": {key: value for key, value in dataset.raw.items() if key not in places},
+        "source": dataset.source,
+        "clean": dataset.clean,
+        "shards": dataset.shards,
         "subwords": [*arguments(dataset.subwords), *flags],
     }
     text = {"raw/": _digests(folders.raw)}
     if source := _source():
         text["RAW"] = _digests(source)
-    return json.loads(json.dumps({"settings": settings, "text": text}))
+    return {"settings": settings, "text": text}
 
 
 def _digests(source: Path) -> dict[str, str]:
@@ -204,8 +206,8 @@ def _binarised(
     yield f"# {dataset.name}: binarise; one set of files serves both directions of a pair"
     yield step("binarise", dataset.name, text, partial / "dict.txt", partial, *_workers())
     if not dry_run():
-        origin = json.dumps(_origin(dataset, folders, flags), indent=2, sort_keys=True)
-        files.write_whole(partial / _RECORD, f"{origin}\n")
+        origin = _origin(dataset, folders, flags)
+        files.write_whole(partial / _RECORD, json.dumps(origin, indent=2) + "\n")
     yield command("rm", "-rf", text, folders.binary)
     yield command("mv", partial, folders.binary)
 
