@@ -12,6 +12,7 @@ import warnings
 from argparse import ArgumentParser
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import NoReturn
 
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -182,9 +183,14 @@ def nearest(word: str, names: Iterable[str], cutoff: float = 0.8) -> str | None:
 def end_parsing(parser: ArgumentParser, message: str) -> NoReturn:
     """Replaces argparse's ``error``: one line, which suggests a flag in place of an unknown one."""
     flags = [flag for action in parser._actions for flag in action.option_strings]
-    for word in message.split() if message.startswith("unrecognized") else ():
+    unknown = message.startswith("unrecognized")
+    for word in message.split() if unknown else ():
         near = nearest(word.partition("=")[0], flags) if word.startswith("--") else None
         message += f"; did you mean {near}?" if near else ""
+    for flag, word in pairwise(getattr(parser, "words", sys.argv[1:]) if unknown else ()):
+        action = parser._option_string_actions.get(flag)
+        if action and action.nargs == 0 and word in message and not re.match(r"-\D", word):
+            message = f"{flag} {word}: the flag takes no value"
     message = re.sub(r"^argument \S+: (?=--)", "", message)  # that names its flag itself
     help_ = f"{parser.prog} --help lists all flags"
     parser.exit(2, f"{parser.prog}: error: {printable(message)}; {help_}\n")

@@ -67,6 +67,7 @@ def test_a_bad_value_is_named(corpus, tmp_path, given):
     [
         ("--encoder-layer 1", "--encoder-layers"),
         ("--lr 0,002", "--lr 0,002"),
+        ("--share-decoder-input-output-embed 0", "--share-decoder-input-output-embed 0"),
         soak("--lr x", "--lr"),
     ],
 )

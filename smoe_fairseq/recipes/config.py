@@ -7,7 +7,6 @@ import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -50,16 +49,10 @@ def parse_flags(program: str, words: Sequence[str]) -> DictConfig:
     parser.prog = program
     if not training:
         parser.add_argument("--arch", "-a", default="wav2vec2")  # as fairseq-generate does
-    try:
-        with refusing_flags():
-            args = options.parse_args_and_arch(parser, list(words))
-            cfg = convert_namespace_to_omegaconf(args)
-    except UsageError as error:
-        for flag, word in pairwise(words if "unrecognized" in str(error) else ()):
-            action = parser._option_string_actions.get(flag)
-            if action and action.nargs == 0 and (word[:1] != "-" or is_number(word)):
-                raise UsageError(f"{flag} {word}: the flag takes no value") from None
-        raise
+    parser.words = list(words)
+    with refusing_flags():
+        args = options.parse_args_and_arch(parser, parser.words)
+        cfg = convert_namespace_to_omegaconf(args)
     check_options(cfg)
     return cfg
 
