@@ -136,9 +136,11 @@ def _divide(unit: str, requested: int, most: int, ranks: int, least: int, name: 
 
     batch = on(ranks)
     if not batch.is_close:
-        below = next((n for n in range(ranks - 1, 0, -1) if on(n).is_close), None)
-        above = next((n for n in range(ranks + 1, 2 * ranks + 1) if on(n).is_close), None)
-        near = " or ".join(str(n) for n in (below, above) if n) or "none"
+        most_ranks = 2 * requested  # with more of them a rank has no token
+        below = range(min(ranks - 1, most_ranks), 0, -1)
+        above = range(ranks + 1, min(2 * ranks, most_ranks) + 1)
+        found = (next((n for n in near if on(n).is_close), None) for near in (below, above))
+        near = " or ".join(str(n) for n in found if n) or "none"
         room = f"; a rank needs room for a sentence of {least}" if least > 1 else ""
         shared = f"{requested:,} {'tokens' if unit == 'max-tokens' else 'sentences'}{room}"
         advice = f"the nearest number that can is {near}; or set BATCH"
