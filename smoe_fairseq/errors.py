@@ -31,7 +31,8 @@ class UsageError(Exception):
 # their stack traces.
 _INPUT_ERRORS = (OSError, ValueError, LookupError, TypeError, AttributeError, AssertionError)
 _INPUT_ERRORS += (ArithmeticError, ImportError, EOFError, NotImplementedError, struct.error)
-_LIBRARIES = ("omegaconf", "hydra", "sentencepiece")  # all their errors are about settings or files
+# All errors of these libraries are about settings or files.
+_LIBRARIES = ("omegaconf", "hydra", "sentencepiece", "yaml")
 # RuntimeErrors for bad input begin like this: torch's for other shapes, and fairseq's about its flags.
 _INPUT_MESSAGES = ("Error(s) in loading state_dict", "--")
 _PROCESS_MESSAGES = {  # pattern of torch's message in a RuntimeError: our message

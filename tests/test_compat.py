@@ -162,6 +162,12 @@ def test_without_its_patch_they_are_not(tmp_path):
     assert run_without("find_last_bit", program).returncode
 
 
+def test_buckets_of_lengths_are_made_on_any_numpy(corpus, tmp_path):
+    more = ("--num-batch-buckets", 2, "--max-update", 1, "--disable-validation")
+    result = run("fairseq-train", corpus, "--save-dir", tmp_path, *TINY, *more)
+    assert "bucketing target lengths" in result.stdout
+
+
 def test_fairseq_score_reads_files_on_any_sacrebleu(tmp_path):
     texts = {"sys": "a b c d e\nf g h i\n", "ref": "a b c d e\nf g h x\n"}
     for name, text in texts.items():

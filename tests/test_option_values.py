@@ -24,6 +24,8 @@ REFUSED = """
     --distributed-world-size 0
     --max-tokens -1
     --max-update -1
+    --validate-interval 0
+    --save-interval 0
     --clip-norm nan
     --warmup-updates -5
     --restore-file none/nope.pt
@@ -48,6 +50,7 @@ BAD |= {  # by the words of what fairseq raises, in one line
     "--log-file /proc/none/log": "/proc/none/log",
     "--encoder-attention-heads 3": "num_heads",
     "--lr-scheduler polynomial_decay": "--total-num-update",
+    f"--quantization-config-path {__file__}": __file__,  # no YAML
 }
 SOAK = {*BAD} - {
     *("--max-update -1", "--clip-norm nan", "--restore-file none/nope.pt", "--warmup-updates 0"),

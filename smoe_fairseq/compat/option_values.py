@@ -29,7 +29,8 @@ _BOUNDS = {  # lowest and highest values of options, or of the elements if an op
     (0, _MAX_INT): "dataset.num_workers optimization.max_epoch optimization.max_update "
     "lr_scheduler.warmup_updates",
     (1, _MAX_INT): "common.log_interval dataset.max_tokens dataset.max_tokens_valid "
-    "dataset.required_batch_size_multiple distributed_training.distributed_world_size "
+    "dataset.required_batch_size_multiple dataset.required_seq_len_multiple "
+    "dataset.validate_interval checkpoint.save_interval distributed_training.distributed_world_size "
     "optimization.update_freq generation.beam generation.nbest task.virtual_epoch_size",
     (-1e6, 1e6): "generation.lenpen generation.unkpen generation.temperature",
     (0, math.inf): "optimization.clip_norm optimization.lr optimization.stop_time_hours "

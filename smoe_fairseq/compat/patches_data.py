@@ -135,8 +135,9 @@ def keep_existing_path(original, paths, *separator):
 # Gives fairseq's modules what newer libraries lack.
 #
 # For fairseq 0.12.2 and bitarray 3, whose ``util.rindex`` is a method now (``--dataset-impl huffman``),
-# numpy 2, which has no ``np.compat.long`` (language models with ``--sample-break-mode eos``), and sacreBLEU
-# 2, which takes lists but not open files (``fairseq-score --sacrebleu``).
+# numpy 2, which has no ``np.compat.long`` (language models with ``--sample-break-mode eos``) and another name
+# for a percentile's ``interpolation`` (both: ``--num-batch-buckets``), and sacreBLEU 2, which takes lists but
+# not open files (``fairseq-score --sacrebleu``).
 
 
 @patches("fairseq.data.huffman.huffman_coder")
@@ -146,10 +147,19 @@ def find_last_bit(huffman_coder: ModuleType) -> None:
         huffman_coder.util = SimpleNamespace(rindex=functools.partial(find, right=True))
 
 
+@patches("fairseq.data.language_pair_dataset")
 @patches("fairseq.data.token_block_dataset")
 def keep_long(module: ModuleType) -> None:
     if not hasattr(module.np, "compat"):
         module.np = SimpleNamespace(**vars(module.np), compat=SimpleNamespace(long=int))
+
+
+@patches("fairseq.data.data_utils:get_buckets")
+def take_lower_percentiles(original, sizes, count: int):
+    import numpy
+
+    percents = numpy.linspace(0, 100, count + 1)[1:]
+    return numpy.unique(numpy.percentile(sizes, percents, method="lower"))
 
 
 @patches("sacrebleu:corpus_bleu")
