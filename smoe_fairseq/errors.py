@@ -42,7 +42,8 @@ _PROCESS_MESSAGES = {  # pattern of torch's message in a RuntimeError: our messa
     r"port: (\d+).*EADDRINUSE": "MASTER_PORT {} is in use by another program on this machine: choose another "
     "one (MASTER_PORT, or torchrun --master-port), the same for all processes",
 }
-_NULL = re.compile(r"override \w+\.(\w+)=null")  # hydra's message for an option without a value
+# hydra's and omegaconf's messages for an option without a value
+_MISSING = re.compile(r"(?:override \w+\.(?=\w+=null)|Missing mandatory value: )(\w+)")
 _FLAG_VALUE = re.compile(r"--([\w-]+) (?:\S+|'[^']*'): ")  # begins a sentence about a flag's value
 _MAX_LENGTH = 300  # characters of a word, and of another program's message
 
@@ -70,7 +71,7 @@ def one_line(error: BaseException) -> str | None:
             return sentence.format(*match.groups())
     if not _is_input_error(error):
         return None
-    if missing := _NULL.search(message):
+    if missing := _MISSING.search(message):
         return f"--{missing[1].replace('_', '-')} is missing"
     if limit := re.search(r"should not exceed max_tokens=(\d+)", message):
         valid = "-valid" * (("--max-tokens-valid", limit[1]) in zip(sys.argv, sys.argv[1:]))

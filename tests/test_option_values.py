@@ -112,11 +112,17 @@ def test_an_option_that_a_translation_cannot_follow_is_named(corpus, post_norm, 
     refused(run("fairseq-generate", *words, check=False), UNTRANSLATED[given])
 
 
-@pytest.mark.parametrize("given", ["--score-reference", "--lm-path lm.pt"])
-def test_an_option_that_interactive_translation_lacks_is_named(corpus, post_norm, given):
+@pytest.mark.parametrize(
+    "given, named",
+    [
+        *((x, x.split()[0]) for x in ("--score-reference", "--lm-path lm.pt")),
+        ("--bpe sentencepiece", "--sentencepiece-model"),
+    ],
+)
+def test_an_option_that_interactive_translation_lacks_is_named(corpus, post_norm, given, named):
     words = [*generation(corpus, post_norm), "--user-dir", PLUGIN, *given.split()]
     result = run("fairseq-interactive", *words, check=False, stdin="a b\n")
-    refused(result, given.split()[0])
+    refused(result, named)
 
 
 OTHER_CRITERION = "--arch smoe_transformer_tiny --no-share-all-embeddings --smoe-strata 4-4"
