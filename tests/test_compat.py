@@ -164,7 +164,7 @@ def test_without_its_patch_they_are_not(tmp_path):
 
 def test_buckets_of_lengths_are_made_on_any_numpy(corpus, tmp_path):
     more = ("--num-batch-buckets", 2, "--max-update", 1, "--disable-validation")
-    result = run("fairseq-train", corpus, "--save-dir", tmp_path, *TINY, *more)
+    result = run("fairseq-train", corpus, "--save-dir", tmp_path, *TINY, *more, fresh=True)
     assert "bucketing target lengths" in result.stdout
 
 

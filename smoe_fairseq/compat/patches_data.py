@@ -150,8 +150,12 @@ def find_last_bit(huffman_coder: ModuleType) -> None:
 @patches("fairseq.data.language_pair_dataset")
 @patches("fairseq.data.token_block_dataset")
 def keep_long(module: ModuleType) -> None:
-    if not hasattr(module.np, "compat"):
-        module.np = SimpleNamespace(**vars(module.np), compat=SimpleNamespace(long=int))
+    if not hasattr(numpy := module.np, "compat"):
+        module.np = ModuleType("numpy")
+        module.np.__getattr__ = functools.partial(
+            getattr, numpy
+        )  # some of numpy is loaded when asked for
+        module.np.compat = SimpleNamespace(long=int)
 
 
 @patches("fairseq.data.data_utils:get_buckets")
