@@ -106,7 +106,8 @@ def opened(path: Path) -> Iterator[IO[bytes]]:
 def lines(path: Path) -> Iterator[str]:
     """The lines of a text file, without line feeds and without a byte order mark at the beginning.
 
-    Raises UsageError as `opened`, or for a line that is not UTF-8 or longer than `MAX_LINE_BYTES`.
+    Raises UsageError as `opened`, or for a line that is not UTF-8 or longer than `MAX_LINE_BYTES`, and for
+    lines that end in a carriage return alone.
     """
     number = 0
     with opened(path) as content:
@@ -125,6 +126,8 @@ def lines(path: Path) -> Iterator[str]:
                         raise UsageError(f"{path} is compressed: {expected}; {twice}") from None
                 reason = f"{error.reason}; convert it, as `iconv -t utf-8` does"
                 raise UsageError(f"{path}, line {number}, is not UTF-8 text: {reason}") from None
+            if number == 1 and not line.endswith(b"\n") and "\r" in text.rstrip("\r"):
+                raise UsageError(f"{path} has \\r for \\n; convert it, as `tr '\\r' '\\n'` does")
             yield text.removesuffix("\n").removesuffix("\r")
 
 
