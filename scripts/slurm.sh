@@ -10,6 +10,7 @@
 #SBATCH --open-mode=append
 #SBATCH --output=%x-%j.log
 #SBATCH --signal=B:USR1@180
+[ -n "${BASH_VERSION:-}" ] || exec bash "$0" "$@"  # `sh scripts/...`, where sh is another shell
 set -euo pipefail
 export NODES="${NODES:-1}" GPUS="${GPUS:-8}" LAUNCHER=slurm
 before=

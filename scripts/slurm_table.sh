@@ -3,6 +3,7 @@
 # The default is the methods of the paper's table. Each is trained by a job of slurm.sh, which explains NODES,
 # GPUS and sbatch's variables, and then scored by a job with one GPU. SEED, BATCH and folders are as in train.sh
 # and evaluate.sh. DRY_RUN=1 only prints the sbatch commands. docs/reproduce.md estimates the hours.
+[ -n "${BASH_VERSION:-}" ] || exec bash "$0" "$@"  # `sh scripts/...`, where sh is another shell
 set -euo pipefail
 scripts=$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")
 dataset=${1:?scripts/slurm_table.sh DATASET [METHOD...]}

@@ -1,3 +1,3 @@
 #!/usr/bin/env bash
 # Prints the scores of all methods: scripts/table.sh DATASET; scripts/table.sh --help lists its flags.
-exec "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/recipe" table "$@"
+exec "$(dirname "$(readlink -f "$0")")/recipe" table "$@"

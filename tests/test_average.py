@@ -93,6 +93,14 @@ def test_all_else_is_the_last_ones(run_of_one, tmp_path):
     assert output.stat().st_size < os.path.getsize(files[0]) / 2
 
 
+def test_other_seeds_are_told_of(run_of_one, tmp_path, capsys):
+    file, seeded = run_of_one / names()[0], lambda state: state["cfg"]["common"].update(seed=7)
+    other = changed(run_of_one / names()[1], tmp_path / "other.pt", seeded)
+    call("average", file, other, "--output", tmp_path / "mean.pt")
+    (warning,) = (x for x in capsys.readouterr().err.splitlines() if x.startswith("warning: "))
+    assert "--seed" in warning and str(file) in warning and str(other) in warning
+
+
 def test_the_newest_of_a_folder(run_of_one, tmp_path, capsys):
     folder = tmp_path / "run"
     shutil.copytree(run_of_one, folder)

@@ -166,6 +166,7 @@ def test_replicated_experts_equal_one_process(ranks, small_corpus, tmp_path, one
         compare(folder, one, logged=1e-5, parameters=2e-5)
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize(
     "precision",
     [

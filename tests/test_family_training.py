@@ -66,6 +66,7 @@ ALONE = (
 )
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("member", some(sorted(ALONE), "bias", first=1))
 def test_two_processes_equal_one(ranks, small_corpus, tmp_path, member):
     """Those whose tokens do not ask what others do: with the batches of both in one process."""
@@ -83,6 +84,7 @@ def test_two_processes_equal_one(ranks, small_corpus, tmp_path, member):
         assert steps_E.min() > -(2**31) and steps_E.any()
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize(
     "more", [soak(["--update-freq", 1]), ["--update-freq", 3, "--checkpoint-activations"]]
 )
@@ -148,6 +150,7 @@ def test_balance_over_processes(ranks, tmp_path):
     ranks.start(tmp_path, 2, 1, function=losses_over_processes).finish()
 
 
+@pytest.mark.soak
 def test_balance_over_an_update_with_uneven_processes(ranks, small_corpus, tmp_path):
     """17 batches of 50 sentences on two processes: the last update of an epoch has a dummy batch."""
     arguments = member_flags(
@@ -160,6 +163,7 @@ def test_balance_over_an_update_with_uneven_processes(ranks, small_corpus, tmp_p
 PASSES = {"expert-choice": 1, "base": 1, "shared": 1, "chain": 3}  # else up to 2
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("member", some([*PASSES, "null", "layers"], "expert-choice", "layers"))
 def test_analysis_counts_every_token(three_languages, tmp_path, member):
     """Each token of each layer has one first choice in every stratum where it stops."""
@@ -182,6 +186,7 @@ def test_analysis_counts_every_token(three_languages, tmp_path, member):
             assert tokens <= choices <= 2 * tokens
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("more", [[], soak(["--ema-fp32"])])
 def test_an_average_of_parameters_has_the_bias_as_it_is(ranks, small_corpus, tmp_path, more):
     """Without the patch fairseq ends in a stack trace over whole numbers."""
@@ -205,6 +210,7 @@ def test_an_average_of_parameters_has_the_bias_as_it_is(ranks, small_corpus, tmp
     )
 
 
+@pytest.mark.soak
 def test_a_checkpoint_loads_with_options_that_training_would_refuse(ranks, small_corpus, tmp_path):
     """Such as one from before they were."""
     arguments = flags(small_corpus, tmp_path, "--max-update", 1)
@@ -218,6 +224,7 @@ def test_a_checkpoint_loads_with_options_that_training_would_refuse(ranks, small
     assert generate(small_corpus, path, "--user-dir", PLUGIN)
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("more", [[], soak(["--ema-fp32"])])
 def test_an_average_begins_at_a_checkpoint_without_one(ranks, small_corpus, tmp_path, more):
     """Without the patch fairseq looks for parameters that it has removed."""
@@ -257,6 +264,7 @@ def out_of_memory(moment: str, arguments: list[str]):
 TRANSLATING = {"expert-choice": str, "bias": soak, "layers": soak}
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("member", [TRANSLATING.get(m, rest)(m) for m in FAMILY])
 def test_a_translation_does_not_depend_on_its_batch(ranks, small_corpus, tmp_path, member):
     trained = ["--max-update", 40, "--batch-size", 16, "--save-interval", 1000]

@@ -452,6 +452,7 @@ def test_subwords_are_sentencepieces(tmp_path):
         SMoETokenizer(str(tmp_path / "vocab.json"))
 
 
+@pytest.mark.soak
 def test_languages(three_languages, tmp_path):
     """The source begins with the target's token, and so do translations with --decoder-langtok."""
     more = (*handmade.MULTILINGUAL, "--decoder-langtok")

@@ -121,6 +121,7 @@ def model_of(checkpoint, **overrides):
     return SMoETransformerLanguageModel.from_pretrained(checkpoint, **overrides)
 
 
+@pytest.mark.soak
 def test_a_language_model_translates_nothing(trained):
     with pytest.raises(UsageError, match="is a language model: .*SMoETransformerLanguageModel"):
         SMoETransformerModel.from_pretrained(trained("eos").checkpoint)
@@ -134,6 +135,7 @@ def test_a_translation_model_is_no_language_model(two_updates):
 TALK = ("--task", "language_modeling", "--user-dir", PLUGIN, "--cpu", "--beam", 1, "--nbest", 1)
 
 
+@pytest.mark.soak
 def test_sampling_by_interactive(english, trained):
     """The prompt is gone on with, the same way with the same seed."""
     command = ["fairseq-interactive", english, *TALK, "--path", trained("eos").checkpoint]
@@ -149,12 +151,14 @@ def test_sampling_by_interactive(english, trained):
     assert said(1) == first != said(2)
 
 
+@pytest.mark.soak
 def test_without_numpy_mend_one_sentence_per_sample_does_not_train(english, tmp_path):
     arguments = [*flags(english, tmp_path, "--sample-break-mode", "eos")]
     result = run_without("keep_long", "fairseq-train", *arguments)
     assert result.returncode and "np.compat" in result.stdout
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("mode", ["eos", soak("none")])
 def test_sharded_experts_on_two_processes_equal_one(ranks, english, tmp_path, mode):
     """And what is made of their checkpoints: one, means, costs, perplexity."""

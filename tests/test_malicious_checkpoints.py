@@ -236,6 +236,7 @@ def test_commands_refuse(post_norm, corpus, tmp_path, trace, name):
     assert last.startswith("error: ") and sentence in last
 
 
+@pytest.mark.soak
 def test_without_its_patch_a_command_runs_the_program(post_norm, corpus, tmp_path, trace):
     file = saved(run_by_model(torch.load(post_norm), trace), tmp_path / "checkpoint.pt")
     run_without("evaluate_literals_only", "fairseq-generate", *generation(corpus, file))

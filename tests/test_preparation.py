@@ -134,6 +134,7 @@ def test_binarised_as_by_fairseq_preprocess(tmp_path, given, prepared, of_fairse
     assert "unknown" in said and " 0 of them" not in said
 
 
+@pytest.mark.soak
 def test_large_dictionaries_have_larger_numbers(tmp_path, given, prepared):
     """From 65,500 words on."""
     words = [*WORDS, *(f"w{i}" for i in range(65500 - 4 - len(WORDS)))]
@@ -172,6 +173,7 @@ def test_what_is_no_dictionary_is_named(tmp_path, given, prepared, content):
     assert not (tmp_path / "bin").exists()
 
 
+@pytest.mark.soak
 def test_a_bar_at_a_terminal(tmp_path, given, prepared):
     terminal, end = os.openpty()
     termios.tcsetwinsize(terminal, (24, 100))

@@ -108,6 +108,7 @@ MEMBERS |= {
 }
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("member", some(MEMBERS, "bias", "chain", first=1))
 def test_so_they_do_in_the_family(ranks, small_corpus, tmp_path, member):
     """Where the softmax over all experts has a part in it, it is 0 here for the two that go."""
@@ -131,6 +132,7 @@ def test_so_they_do_in_the_family(ranks, small_corpus, tmp_path, member):
     assert_same_translations(small_corpus, path, output)
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("member", some(PRUNABLE, "expert-choice"))
 def test_half_of_any_member_translates(ranks, small_corpus, tmp_path, member):
     words = [*FAMILY[member].split(), "--max-update", 1]
@@ -141,6 +143,7 @@ def test_half_of_any_member_translates(ranks, small_corpus, tmp_path, member):
     assert len(generate(small_corpus, output, "--max-len-b", 9)[0]) == 50
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize(
     "words, kept",
     [
@@ -199,6 +202,7 @@ def test_all_that_stays_keeps_its_bits(trained, halved):
     assert output.stat().st_size < trained.stat().st_size / 2
 
 
+@pytest.mark.soak
 def test_steps_of_the_bias_go_with_their_experts(ranks, small_corpus, tmp_path):
     words = ["--smoe-strata", "3-4", "--moe-balance", "bias", "--max-update", 3]
     ranks.train(tmp_path, 1, *flags(small_corpus, tmp_path, *words), one=True)
@@ -213,6 +217,7 @@ def test_steps_of_the_bias_go_with_their_experts(ranks, small_corpus, tmp_path):
             assert load(output)["model"][name].tolist() == rows
 
 
+@pytest.mark.soak
 def test_every_other_command_takes_it(halved, small_corpus, tmp_path):
     path, _ = halved
     encoder, decoder = strata_of(path)
@@ -290,6 +295,7 @@ def test_a_model_that_has_diverged_is_named(trained, small_corpus, tmp_path):
     assert [file.name for file in tmp_path.iterdir()] == ["nan.pt"]
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize(
     "member, why",
     [
@@ -307,6 +313,7 @@ def test_gates_that_need_all_experts_are_refused(ranks, small_corpus, tmp_path, 
     assert not (tmp_path / "pruned.pt").exists()
 
 
+@pytest.mark.soak
 def test_a_set_is_consolidated_first(trained, small_corpus, tmp_path):
     call("reshard", trained, "--world-size", 2, "--output", tmp_path / "set.pt")
     before = contents(tmp_path)

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 from commands import bash_functions, bash_torchrun, run, run_step, touch_binarised
+from sampling import soak
 
 from smoe_fairseq.recipes.commands import RECIPES
 
@@ -153,6 +154,28 @@ def test_a_seed_has_a_run_of_its_own(tmp_path):
 def test_unknown_method(tmp_path, method):
     sentence = refusal(recipe(tmp_path, "train", "phrasebook", method, DRY_RUN="1"))
     assert all(name in sentence for name in (repr(method), "dense", "moe", "smoe-A-B-..."))
+
+
+@pytest.mark.parametrize("script", ["train", soak("slurm")])
+def test_a_script_may_be_given_to_sh(tmp_path, script):
+    """Which is not bash everywhere."""
+    command = ["sh", ROOT / f"scripts/{script}.sh", "phrasebook", "moe", "--dry-run"]
+    given = surroundings(fresh=True) | {"GPUS": "0"}
+    result = subprocess.run(command, cwd=tmp_path, env=given, capture_output=True, text=True)
+    assert "fairseq-train data/phrasebook/bin" in result.stdout, result.stderr
+
+
+def test_the_ending_of_a_data_sets_file_is_named(tmp_path):
+    given = write_dataset(tmp_path / "configs", "tiny", pairs=["a-b"], raw={})
+    file = tmp_path / "configs/datasets/tiny.yaml"
+    file.rename(file.with_suffix(".yml"))
+    assert str(file) in refusal(recipe(tmp_path, "prepare", "tiny", **given))
+
+
+def test_a_recipe_is_no_rank_of_torchrun(tmp_path):
+    given = {"TORCHELASTIC_RUN_ID": "none", "RANK": "1", "WORLD_SIZE": "2"}
+    sentence = refusal(recipe(tmp_path, "train", "phrasebook", "moe", **given))
+    assert "torchrun" in sentence and "--gpus" in sentence
 
 
 @pytest.mark.parametrize("script", ["prepare", "train", "evaluate", "table"])

@@ -302,6 +302,7 @@ def test_what_cannot_be_served(tiny_run, tmp_path):
         assert "Traceback" not in result.stdout
 
 
+@pytest.mark.soak
 def test_without_what_it_needs():
     program = "import sys; sys.modules['uvicorn'] = None\n"
     program += "from smoe_fairseq.cli import main; main(['serve', 'none'])"

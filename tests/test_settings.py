@@ -144,6 +144,7 @@ TRAINED = {"arch": "smoe_transformer_tiny", "lr": 1, "max-tokens": 99, "max-upda
         ("train odd moe", "methods.moe.smoe-strata", "0-0"),
         # The value is what is unknown to the program, since the flag has none.
         *(("train odd moe", "train.share-all-embeddings", x) for x in ("0", "a b", 1)),
+        ("train odd moe", "train.adam-betas", [0.9, 0.97]),  # two words
         ("train odd moe", "train.adam-eps", 1),  # of another optimizer
         ("evaluate odd moe", "sacrebleu.metrics", "x"),
     ],
@@ -152,7 +153,7 @@ def test_what_a_program_refuses_is_told_with_file_and_setting(configs, words, se
     for key in reversed(setting.split(".")):
         value = {key: value}
     below = configs(yaml.safe_dump(value), "below.yaml")
-    trained = TRAINED | ({"optimizer": "sgd", "adam-betas": False} if "adam" in setting else {})
+    trained = TRAINED | ({"optimizer": "sgd", "adam-betas": False} if "adam-e" in setting else {})
     configs({"pairs": ["en-fr"], "base": "below", "experts": 4, "train": trained})
     folder = below.parent.parent
     given = {"DRY_RUN": "1", "GPUS": "0", "FORECAST": "1", "CONFIG_DIR": str(below.parent)}

@@ -122,6 +122,7 @@ def test_batches_keep_to_max_tokens_and_positions(data, name):
     assert max(batch["target"].numel() for batch in found) > 0.7 * LIMIT
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("name", ["bilingual", "multilingual"])
 def test_workers_epochs_and_seeds(data, model, name):
     task = task_of(data, name)

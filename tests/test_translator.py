@@ -254,6 +254,7 @@ def test_validation_without_the_size_of_a_batch_is_one_sentence(two_updates, sma
     assert "line" not in result.stdout.splitlines()[-1]
 
 
+@pytest.mark.soak
 def test_validation_takes_the_task_of_the_checkpoint(two_updates, small_corpus):
     command = validation(small_corpus, two_updates / "checkpoint_best.pt", "--user-dir", PLUGIN)
     with_task = losses(run(*command, "--task", "translation"))
@@ -324,6 +325,7 @@ def test_our_commands_name_what_is_of_another_plugin(prepared, tmp_path, kind, f
     refused(run("smoe", "translate", path, *data, stdin="a\n", check=False), path, f"{flag} mine")
 
 
+@pytest.mark.soak
 def test_a_link_to_the_package_is_the_package(tmp_path):
     (tmp_path / "link").symlink_to(PLUGIN)
     run("fairseq-train", "--user-dir", tmp_path / "link", "--help", fresh=True)

@@ -64,6 +64,7 @@ def test_early_stopping_ends_a_run_and_goes_on_counting(corpus, tmp_path):
     assert "early stop" in rest.stdout and len(validations(rest.stdout)) == 2
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize(
     "flag, others",
     [

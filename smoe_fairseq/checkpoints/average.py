@@ -1,6 +1,7 @@
 """``smoe average``: one checkpoint whose weights are the mean of several."""
 
 import re
+import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Mapping, Sequence
 from filecmp import cmp
@@ -48,7 +49,12 @@ def average(paths: Sequence[Path]) -> dict:
         if first is None:
             first = _outline(state)
         else:
-            _check_alike(paths[0], first, path, _outline(state))
+            _check_alike(paths[0], first, path, other := _outline(state))
+            seeds = first["seed"], other["seed"]
+            if seeds[0] != seeds[1]:
+                seeds = f"{paths[0]} was trained with --seed {seeds[0]}, {path} with {seeds[1]}"
+                warning = "models that did not begin with the same weights have no useful mean"
+                tqdm.write(f"warning: {seeds}: {warning}", file=sys.stderr)
         _add(sums, owners, path, state["model"])
     last = state["model"]
     means = {
@@ -96,8 +102,10 @@ def _mean(name: str, total: Tensor, count: int, like: Tensor) -> Tensor:
 
 def _outline(state: Mapping) -> dict:
     """What all checkpoints have to share: tensors' shapes and types, settings and dictionaries."""
-    options = io.values_of((state.get("cfg") or {}).get("model") or state.get("args"))
+    cfg = state.get("cfg") or {}
+    options, common = (io.values_of(cfg.get(k) or state.get("args")) for k in ("model", "common"))
     return {
+        "seed": common.get("seed"),
         "tensors": {n: f"{tuple(t.shape)} {t.dtype}" for n, t in state["model"].items()},
         "settings": {
             f"the setting {n}": str(options[n]) for n in sorted(_SETTINGS) if n in options
@@ -145,7 +153,7 @@ def run_average(args: Namespace) -> None:
     )
     state = average(paths)
     sets.write_converted(state, args.output, args.force)
-    print(f"{args.output}: mean of {len(paths)} checkpoints, {paths[0]} to {paths[-1].name}")
+    print(f"{args.output}: mean of {len(paths)} checkpoints, {paths[0]} to {paths[-1]}")
     if any(name.endswith(COUNTS) for name in state["model"]):
         print(f"the step counts (*{COUNTS}) are those of {paths[-1]}")
 

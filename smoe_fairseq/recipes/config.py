@@ -290,10 +290,12 @@ def naming_settings(
     try:
         yield
     except UsageError as error:
-        unknown = str(error).startswith("unrecognized arguments: ")
-        for flag in re.findall(r"(?<=--)[\w-]+", str(error))[:1]:
+        unknown = re.match(r"unrecognized arguments: ([^\s;]+)", str(error))
+        for flag in re.findall(r"--([\w-]+)|$", str(error))[:1]:
             for section in sections:
                 settings = _section(vars(dataset), section)
+                lists = {f: x for f, x in settings.items() if unknown and isinstance(x, list)}
+                flag = next((f for f, x in lists.items() if unknown[1] in map(str, x)), flag)
                 if flag not in settings or f"--{flag}" in flag_values(typed):
                     continue
                 file = dataset_file(dataset.name)
@@ -303,6 +305,9 @@ def naming_settings(
                         break
                     file = config_folder() / f"{own.get('base', 'common')}.yaml"
                 advice = f" (`{flag}: false` leaves --{flag} out)" if unknown else ""
+                if flag in lists:
+                    one_word = f"({', '.join(map(str, lists[flag]))})"
+                    advice = f" (a list is several words; one is `{flag}: '{one_word}'`)"
                 raise UsageError(f"{file}: `{section}.{flag}`: {error}{advice}") from None
         raise
 
@@ -326,7 +331,8 @@ def load_dataset(name: str) -> Dataset:
     files = (config_folder() / "datasets").glob("*.yaml")
     known = sorted(file.stem for file in files if file.stem[0] != "-")
     if name not in known:
-        raise UsageError(f"unknown dataset {name!r}: choose one of {', '.join(known)}")
+        known = ", ".join(known)
+        raise UsageError(f"unknown dataset {name!r}, as {path} is missing: choose one of {known}")
     empty = {key: type(form)() for key, form in SCHEMA.items() if isinstance(form, dict | list)}
     merged = empty | OmegaConf.to_container(_merge_bases(path))
     pairs = merged.get("pairs")

@@ -56,6 +56,8 @@ def train(dataset: Dataset, method: str, flags: Sequence[str], force_resume: boo
         flags: of fairseq-train; they override those of the recipe.
         force_resume: resume a run even if its flags differ.
     """
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        raise UsageError("torchrun: a recipe starts it itself; expected GPUS or --gpus instead")
     folders = Folders(dataset.name)
     if not dry_run():
         folders.check_prepared(dataset.pairs)
