@@ -5,9 +5,10 @@ import inspect
 import os
 
 import pytest
-from commands import refused, smoe, step_here
+from commands import refused, run, smoe, step_here
 from test_recipes import ROOT
 
+from smoe_fairseq import __version__
 from smoe_fairseq.recipes.commands import NEAR, RECIPES, SETTINGS, function_of
 
 GIVEN = {"CONFIG_DIR": str(ROOT / "configs"), "FORECAST": "0"}
@@ -37,6 +38,7 @@ def test_help_lists_all_flags_with_their_defaults(name):
         ("train m4 moe --lr 0.1 --nodes 2 --gpus 8", {"GPUS": "8", "NODES": "2"}),
         ("train m4 moe --lr 0.1 --precision bf16 --gpus 1", {"PRECISION": "bf16", "GPUS": "1"}),
         ("study multi30k moe --seeds 1,2 --lr 0.1 --gpus 0", {"SEEDS": "1 2", "GPUS": "0"}),
+        ("study multi30k moe --seeds 1-2 --lr 0.1 --gpus 0", {"SEEDS": "1 2", "GPUS": "0"}),
         ("prepare multi30k --raw text --workers 3", {"RAW": "text", "WORKERS": "3"}),
         ("train multi30k moe --lr 0.1 --data-dir d --run-dir r", {"DATA_DIR": "d", "RUN_DIR": "r"}),
     ],
@@ -46,7 +48,7 @@ def test_a_flag_does_what_its_variable_does(tmp_path, words, variables):
     assert shown.returncode == 0, shown.stderr
     names = {BY_VARIABLE[variable].name for variable in variables}
     rest = [word for word in words.split() if word.partition("=")[0] not in names]
-    rest = [word for word in rest if word not in [*variables.values(), "1,2"]]
+    rest = [word for word in rest if word not in [*variables.values(), "1,2", "1-2"]]
     same = dry(tmp_path, *rest, **variables)
     lines = [x for x in shown.stdout.splitlines() if not x.startswith("export ")]
     assert lines == same.stdout.splitlines() and lines
@@ -105,6 +107,8 @@ def test_the_environment_is_as_before(tmp_path, monkeypatch):
         ("evaluate multi30k moe --job 3", 2, "--jobs"),
         ("study multi30k --gpus 0 --seed 1", 2, "--seeds"),
         ("train multi30k moe --gpus 0 --seed x", 1, "--seed x"),
+        ("study multi30k moe --seeds 3-1", 1, "--seeds 3-1"),
+        ("study multi30k moe --seeds 1-9999", 1, "--seeds 1-9999"),
         ("train multi30k moe --gpus four", 1, "--gpus four"),
         ("train m4 moe --gpus 1 --batch huge", 1, "--batch huge"),
         ("train multi30k moe --gpus 0 --precision fp64", 1, "--precision fp64"),
@@ -135,3 +139,7 @@ def test_no_flag_of_fairseq_is_taken_for_a_mistyped_one():
     own = {setting.name for setting in SETTINGS}
     near = {name: difflib.get_close_matches(name, own, 1, NEAR) for name in flags - own}
     assert len(flags) > 200 and not {name for name, found in near.items() if found}
+
+
+def test_the_version_is_told():
+    assert run("smoe", "--version").stdout.split()[-1] == __version__

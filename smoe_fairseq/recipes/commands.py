@@ -48,7 +48,7 @@ SETTINGS = [
     Setting("NODES", "N", "machines", "1"),
     Setting("LAUNCHER", "NAME", "plain, torchrun or slurm", "torchrun for several processes"),
     Setting("SEED", "N", "random seed; each seed has its own folder", "the data set's"),
-    Setting("SEEDS", "N,N", "random seeds of each method", "the data set's"),
+    Setting("SEEDS", "N,N", "random seeds of each method, as 1,2 or 1-8", "the data set's"),
     Setting("BATCH", "SIZE", "tokens per update: a number, or a name of the data set", "its own"),
     Setting("PRECISION", "TYPE", "auto, bf16, fp16 or fp32", "the data set's, mostly auto"),
     Setting("JOBS", "N", "processes or runs in parallel", "as cores and memory allow"),

@@ -124,12 +124,21 @@ def seed_of(dataset: Dataset) -> int:
 
 
 def seeds_of(dataset: Dataset) -> tuple[int, ...]:
-    """``SEEDS``, by default the data set's seed; raises UsageError for an invalid or repeated seed."""
-    words = os.environ.get("SEEDS", "").replace(",", " ").split()
-    seeds = tuple(whole_number("SEEDS", 0, None, LARGEST_SEED, word) for word in words)
+    """``SEEDS``, such as ``1,2`` or ``1-8``, by default the data set's seed.
+
+    Raises UsageError for an invalid or repeated seed, or an empty or very long range.
+    """
+    words, seeds = os.environ.get("SEEDS", "").replace(",", " ").split(), []
+    for word in words:
+        match = re.fullmatch(r"([0-9]{1,10})(?:-([0-9]{1,10}))?", word)
+        first, last = map(int, (match[1], match[2] or match[1])) if match else (0, -1)
+        if not first <= last <= min(LARGEST_SEED, first + 999):
+            expected = f"expected numbers from 0 to {LARGEST_SEED:,}, such as 1,2 or 1-8"
+            raise UsageError(f"SEEDS={word}: {expected}")
+        seeds += range(first, last + 1)
     if len(set(seeds)) < len(seeds):
         raise UsageError(f"SEEDS={' '.join(words)}: expected each seed once")
-    return seeds or (_default_seed(dataset),)
+    return tuple(seeds) or (_default_seed(dataset),)
 
 
 def run_name(dataset: Dataset, method: str, seed: int | None = None) -> str:
