@@ -5,9 +5,18 @@ loading. Registration happens when fairseq is imported: with ``--user-dir`` at o
 command such as ``smoe path`` never. The block (``smoe_fairseq.modules``) does not need fairseq.
 """
 
+import os
+import signal
 import sys
 
-from smoe_fairseq.compat import install, register, require_fairseq
+_program = os.path.basename(*sys.argv[:1] or [""])
+if _program == "smoe" or _program == "-m" and "smoe_fairseq.recipes" in sys.orig_argv:
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(
+            signal.SIGINT, signal.SIG_DFL
+        )  # Ctrl-C ends the imports without a stack trace
+
+from smoe_fairseq.compat import install, register, require_fairseq  # noqa: E402
 
 __version__ = "0.2.0"
 

@@ -1,17 +1,9 @@
 """The ``smoe`` command: a table of subcommands, each loaded when it is called."""
 
-# ruff: noqa: E402
-import os
-import signal
-import sys
-
-is_program = os.path.basename(sys.argv[0]) == "smoe"
-if is_program and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends the imports without a stack trace
-
 import atexit
 import gc
 import importlib
+import sys
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
 

@@ -2,6 +2,7 @@
 
 import io
 import math
+import sys
 from argparse import ArgumentTypeError
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stderr
@@ -66,4 +67,11 @@ def filled(text: str) -> str:
     """The type of a flag for text that is not empty, as the value of an unset shell variable would be."""
     if not text:
         raise ArgumentTypeError("it is empty")
+    return text
+
+
+def decoded(text: str) -> str:
+    """The type of a flag for text that was decoded whole, as Latin-1 is not where UTF-8 is expected."""
+    if any("\ud800" <= character <= "\udfff" for character in text):
+        raise ArgumentTypeError(f"{text!r} is not text in {sys.getfilesystemencoding()}")
     return text

@@ -79,6 +79,12 @@ def test_a_model_of_subwords_that_is_none_is_named(three_languages, gates_by_han
     assert str(data / "spm.model") in said
 
 
+def test_a_sentence_in_another_encoding_is_named(three_languages, gates_by_hand, capsys):
+    with pytest.raises(SystemExit) as end:
+        main([*one_direction(three_languages, gates_by_hand), "--sentence", "caf\udce9"])
+    assert end.value.code == 2 and "--sentence" in capsys.readouterr().err
+
+
 def test_a_bad_checkpoint_gets_one_sentence(three_languages, tmp_path):
     (tmp_path / "dense").mkdir()
     train(three_languages, tmp_path / "dense", *MULTILINGUAL, "--moe-freq", 0)

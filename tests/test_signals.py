@@ -126,20 +126,22 @@ def test_status_of_a_command_that_was_killed_by_others(tmp_path):
     assert result.stderr == "error: kill was stopped by SIGKILL\n"
 
 
-# Ctrl-C when a command's own modules are being imported.
+# Ctrl-C when the package's first module is being imported, or the last ones.
 INTERRUPT = """
 import os, signal, sys
 signal.signal(signal.SIGINT, signal.default_int_handler)  # perhaps ignored here
 class Finder:
     def find_spec(name, path=None, target=None):
-        if name == "smoe_fairseq.recipes.commands":
+        if name == os.environ["INTERRUPTED"]:
             os.kill(os.getpid(), signal.SIGINT)
 sys.meta_path.insert(0, Finder)
 """
 
 
 @pytest.mark.parametrize("words", [["smoe", "path"], ["python", *STEP, "table", "phrasebook"]])
-def test_interrupt_at_the_start_shows_no_stack_trace(tmp_path, words):
+@pytest.mark.parametrize("module", ["compat", "recipes.commands"])
+def test_interrupt_at_the_start_shows_no_stack_trace(tmp_path, words, module):
     (tmp_path / "sitecustomize.py").write_text(INTERRUPT)
-    result = run(*words, fresh=True, check=False, PYTHONPATH=str(tmp_path))
+    given = {"PYTHONPATH": str(tmp_path), "INTERRUPTED": f"smoe_fairseq.{module}"}
+    result = run(*words, fresh=True, check=False, **given)
     assert (result.returncode, result.stdout) == (-signal.SIGINT, "")

@@ -16,7 +16,7 @@ from smoe_fairseq.analysis.figures import draw_sentence, save, warn_of_missing
 from smoe_fairseq.analysis.record import collect
 from smoe_fairseq.errors import UsageError, quietly
 from smoe_fairseq.files import refuse_existing, whole_folder
-from smoe_fairseq.flags import add_flag, positive
+from smoe_fairseq.flags import add_flag, decoded, positive
 from smoe_fairseq.modules import Strata
 
 EXAMPLE_TOKENS = 16  # approximate length of the report's example
@@ -127,7 +127,7 @@ def add_analyze_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--path", type=Path, required=True, metavar="CHECKPOINT")
     add("--output", "DIR", "folder for the results; must not exist", Path)
     instead = "instead of a subset; with --output also as a picture"
-    add("--sentence", "TEXT", f"show the {shown} of this sentence's tokens, {instead}")
+    add("--sentence", "TEXT", f"show the {shown} of this sentence's tokens, {instead}", decoded)
     lists = f"out of the lists of lowest and highest {shown}"
     add("--min-count", "N", f"leave tokens with fewer occurrences {lists}", positive, MIN_COUNT)
     usual = "default: train.log next to the checkpoint, if it exists"

@@ -1,11 +1,5 @@
 """``python -P -m smoe_fairseq.recipes``: called by ``scripts/``; also runs the steps that recipes print."""
 
-# ruff: noqa: E402
-import signal
-
-if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends the imports without a stack trace
-
 import os
 import sys
 
