@@ -10,7 +10,7 @@ import signal
 import sys
 
 _program = os.path.basename(*sys.argv[:1] or [""])
-if _program == "smoe" or _program == "-m" and "smoe_fairseq.recipes" in sys.orig_argv:
+if _program == "smoe" or _program == "-m" and f"{__name__}.recipes" in sys.orig_argv:
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(
             signal.SIGINT, signal.SIG_DFL

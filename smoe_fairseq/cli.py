@@ -7,7 +7,7 @@ import sys
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
-from smoe_fairseq import __version__
+import smoe_fairseq
 from smoe_fairseq.compat import require_fairseq
 from smoe_fairseq.ending import exit_on_signals, flush_stdout
 from smoe_fairseq.errors import ends_with_sentence, quietly
@@ -72,7 +72,9 @@ def main(argv: list[str] | None = None) -> int:
     atexit.register(gc.freeze)
     argv = sys.argv[1:] if argv is None else argv
     parser = CommandParser(prog="smoe", description="Tools of smoe_fairseq.")
-    parser.add_argument("--version", action="version", version=f"smoe-fairseq {__version__}")
+    parser.add_argument(
+        "--version", action="version", version=f"smoe-fairseq {smoe_fairseq.__version__}"
+    )
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     selected = argv[0] if argv else None
     if selected in (*COMMANDS, *RECIPES):
