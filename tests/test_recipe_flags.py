@@ -110,6 +110,7 @@ def test_the_environment_is_as_before(tmp_path, monkeypatch):
         ("study multi30k moe --seeds 3-1", 1, "--seeds 3-1"),
         ("study multi30k moe --seeds 1-9999", 1, "--seeds 1-9999"),
         ("train multi30k moe --gpus four", 1, "--gpus four"),
+        ("evaluate multi30k moe --gpus 0 --jobs auto", 1, "--jobs auto"),
         ("train m4 moe --gpus 1 --batch huge", 1, "--batch huge"),
         ("train multi30k moe --gpus 0 --precision fp64", 1, "--precision fp64"),
     ],

@@ -229,7 +229,9 @@ def evaluate(dataset: Dataset, method: str, flags: Sequence[str], checkpoint: st
     if tokenizer.startswith("flores"):
         comment = f"# the model of sacreBLEU's {tokenizer} tokenizer, which is fetched once"
         run([comment, step("tokenizer", tokenizer)])
-    if not dry_run():
+    if dry_run():
+        generate.check_launch(flags)
+    else:
         print(f"# {dataset.name} {method}: translate and score", flush=True)
         with naming_settings(dataset, ("generate", "task"), flags):
             _translate(evaluation)

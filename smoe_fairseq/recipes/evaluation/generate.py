@@ -19,7 +19,7 @@ from smoe_fairseq.flags import flag_of
 from smoe_fairseq.recipes.config import parse_flags
 from smoe_fairseq.recipes.data.text_files import workers_for
 from smoe_fairseq.recipes.processes import whole_number
-from smoe_fairseq.recipes.training.launcher import plan_launch, visible_gpus
+from smoe_fairseq.recipes.training.launcher import Launch, plan_launch, visible_gpus
 
 # Generation options without effect on the search, or handled here.
 _IGNORED = ("nbest", "prefix_size", "no_seed_provided", "sacrebleu", "no_beamable_mm")
@@ -38,9 +38,14 @@ class Devices:
         return f"the CPU, {self.threads} thread{'s' * (self.threads > 1)}"
 
 
+def check_launch(extra: Sequence[str]) -> tuple[Launch, int | None]:
+    """What ``GPUS``, ``JOBS`` and the user's flags ask for; raises as `plan_launch`."""
+    return plan_launch(extra), whole_number("JOBS", least=1)
+
+
 def choose_devices(directions: int, extra: Sequence[str]) -> Devices:
-    """The devices for a number of directions, by ``GPUS`` and ``JOBS``; raises as `plan_launch`."""
-    launch, jobs = plan_launch(extra), whole_number("JOBS", least=1)
+    """The devices for a number of directions; raises as `check_launch`."""
+    launch, jobs = check_launch(extra)
     if launch.cpu:
         import torch
 
