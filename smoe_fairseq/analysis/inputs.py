@@ -134,7 +134,7 @@ def directions(task, pairs: str | None = None) -> list[str]:
         allowed = [f"{s}-{t}" for s in task.source_langs for t in task.target_langs if s != t]
     if pairs is None:
         return known
-    names = list(dict.fromkeys(pairs.split(",")))
+    names = list(dict.fromkeys(map(str.strip, pairs.split(","))))
     for name in names:
         if name not in allowed:
             expected = f"expected some of {', '.join(known)}, which the model knows"
