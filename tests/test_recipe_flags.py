@@ -121,6 +121,14 @@ def test_what_is_wrong_is_said_of_the_flag(tmp_path, words, status, named):
     assert named in result.stderr and not result.stdout.startswith("fairseq-train")
 
 
+@pytest.mark.parametrize("flags", ["--arch transformer", "--optimizer sgd", "-- --max-epoch 0.5"])
+def test_what_lacks_flags_of_the_recipe_is_named(tmp_path, flags):
+    """After ``--``, as other programs separate flags, there are flags as well."""
+    refusal = dry(tmp_path, *f"train multi30k moe --gpus 0 {flags}".split(), FORECAST="1")
+    assert refusal.returncode == 1 and flags.removeprefix("-- ").split()[0] in refusal.stderr
+    assert "-- -" not in refusal.stderr
+
+
 @pytest.mark.parametrize("command", ["train", "translate", "evaluate", "cost"])
 def test_an_error_points_to_the_help_of_its_command(command):
     result = smoe(command, "--no-such-flag", check=False)

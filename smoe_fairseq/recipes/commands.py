@@ -243,7 +243,8 @@ def _parse_late_options(args: Namespace) -> list[str]:
     name = next(name for name, recipe in RECIPES.items() if recipe is args.recipe)
     parser = CommandParser(prog=f"smoe {name}", add_help=False, allow_abbrev=False)
     _add_options(parser, args.recipe, args.function)
-    _, words = parser.parse_known_args(args.flags, args)
+    flags = [word for word in args.flags if word != "--"]  # which other programs put before flags
+    _, words = parser.parse_known_args(flags, args)
     options = [name for action in parser._actions for name in action.option_strings]
     for word in words:
         if word.startswith("--") and nearest(word.partition("=")[0], options, NEAR):

@@ -282,6 +282,9 @@ def both_orders(pair: str) -> tuple[str, str]:
     return pair, "-".join(reversed(pair.split("-")))
 
 
+_KINDS = ("--arch", "--task", "--criterion", "--optimizer", "--lr-scheduler")
+
+
 @contextlib.contextmanager
 def naming_settings(
     dataset: Dataset, sections: Sequence[str], typed: Sequence[str] = ()
@@ -291,12 +294,15 @@ def naming_settings(
         yield
     except UsageError as error:
         unknown = re.match(r"unrecognized arguments: ([^\s;]+)", str(error))
+        values = flag_values(typed)
+        kinds = [f"{kind} {values[kind]}" for kind in _KINDS if unknown and kind in values]
+        message = ": ".join([*kinds, str(error)])  # each kind has flags of its own
         for flag in re.findall(r"--([\w-]+)|$", str(error))[:1]:
             for section in sections:
                 settings = _section(vars(dataset), section)
                 lists = {f: x for f, x in settings.items() if unknown and isinstance(x, list)}
                 flag = next((f for f, x in lists.items() if unknown[1] in map(str, x)), flag)
-                if flag not in settings or f"--{flag}" in flag_values(typed):
+                if flag not in settings or f"--{flag}" in values:
                     continue
                 file = dataset_file(dataset.name)
                 while file.stem != "common":
@@ -308,7 +314,9 @@ def naming_settings(
                 if flag in lists:
                     one_word = f"({', '.join(map(str, lists[flag]))})"
                     advice = f" (a list is several words; one is `{flag}: '{one_word}'`)"
-                raise UsageError(f"{file}: `{section}.{flag}`: {error}{advice}") from None
+                raise UsageError(f"{file}: `{section}.{flag}`: {message}{advice}") from None
+        if kinds:
+            raise UsageError(message) from None
         raise
 
 
