@@ -122,6 +122,11 @@ def folder(trained, tmp_path_factory) -> Path:  # noqa: F811
     return export(trained / "strata-4-4.pt", tmp_path_factory.mktemp("export") / "model")
 
 
+def test_the_weights_alone_are_no_model(folder, tmp_path):
+    file = folder / "model.safetensors"
+    assert f"{file}: expected" in refusal("import", file, "--output", tmp_path / "new/ours.pt")
+
+
 @pytest.mark.parametrize("name, change, named", WRONG + [(name, os.mkfifo, "") for name in PIPES])
 def test_what_cannot_be_imported_is_one_sentence(folder, tmp_path, name, change, named):
     copy = Path(shutil.copytree(folder, tmp_path / "model"))

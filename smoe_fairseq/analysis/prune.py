@@ -305,7 +305,7 @@ def run_prune(args: Namespace) -> None:
     sizes = [f"{path.stat().st_size / 1e6:.1f} MB" for path in (args.output, args.path)]
     print(
         f"{experts} of {total} experts, {after:,} of {before:,} parameters ({after / before:.1%})\n"
-        f"{args.output}: {sizes[0]}; {args.path} has {sizes[1]}, including the state of training"
+        f"{args.output}: {sizes[0]}; {args.path} has {sizes[1]}, with the state of its training, if any"
     )
 
 

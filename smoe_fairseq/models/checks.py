@@ -244,7 +244,7 @@ def check_checkpoint(model, state_dict) -> None:
         dense = "; to start from a dense model, convert it with smoe upcycle"
         raise UsageError(
             f"the checkpoint was trained with {loaded_flags} and this model has {own_flags}; pass the "
-            "checkpoint's flags, or another --save-dir or --restore-file"
+            "checkpoint's flags, or another checkpoint"
             f"{dense if loaded_flags == _DENSE else ''}"
         )
     experts = [n for n in own if n.endswith(".moe.experts.w1") and n in loaded]
