@@ -125,6 +125,7 @@ def whole_model(path: Path) -> dict:
     return shards.state_for(Placement(shards.record.num_experts))["model"]
 
 
+@pytest.mark.soak
 def test_sets_of_several_processes(small_corpus, run_of_two, tmp_path):
     """By the folder, by the names of sets, and by a shell's ``*``, which names every file."""
     sets = [run_of_two / name for name in names((2, 3))]

@@ -157,6 +157,7 @@ def test_memory_kept_for_the_backward_pass(strata):
     assert ours <= 1.1 * bare
 
 
+@pytest.mark.soak
 @needs_grouped_mm
 @pytest.mark.parametrize("dynamic", [None, soak(True)])
 def test_compiles_for_batches_of_any_length(dynamic):

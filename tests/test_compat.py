@@ -162,6 +162,7 @@ def test_without_its_patch_they_are_not(tmp_path):
     assert run_without("find_last_bit", program).returncode
 
 
+@pytest.mark.soak
 def test_buckets_of_lengths_are_made_on_any_numpy(corpus, tmp_path):
     more = ("--num-batch-buckets", 2, "--max-update", 1, "--disable-validation")
     result = run("fairseq-train", corpus, "--save-dir", tmp_path, *TINY, *more, fresh=True)

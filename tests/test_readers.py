@@ -493,6 +493,7 @@ def test_lines_end_at_line_feeds_alone(tmp_path):
     assert [*readers.lines(tmp_path / "a")] == ["a\u2028b", "c\x85d", ""]
 
 
+@pytest.mark.soak
 def test_tests_in_the_training_text_of_other_pairs(tmp_path):
     """Of en-de, the English is in training with French; its German stands nowhere else."""
     raw = write_text(tmp_path / "text", "en-fr", train=300, valid=20, test=12)

@@ -66,6 +66,7 @@ def test_from_another_folder_and_by_a_file(prepared, tmp_path, monkeypatch):
     assert not by_file.training  # no dropout
 
 
+@pytest.mark.soak
 def test_with_all_that_it_needs_in_one_folder(prepared, tmp_path, monkeypatch):
     tmp_path = tmp_path / "12:30"  # fairseq separates paths by colons
     tmp_path.mkdir()
