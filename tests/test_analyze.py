@@ -229,6 +229,7 @@ def test_one_direction_with_the_translation_task(three_languages, tmp_path):
         assert int(row["stops"]) == expected("bb-aa", row["side"], "text").total()
 
 
+@pytest.mark.soak
 def test_losses_with_and_without_the_limit_are_those_of_validation(three_languages, multilingual):
     """One batch of all directions, as `fairseq-validate` makes it but for the order of its rows."""
     model, task = inputs.load(multilingual, str(three_languages))

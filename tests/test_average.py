@@ -187,6 +187,7 @@ def test_what_one_file_shares_and_another_does_not(run_of_one, tmp_path):
     assert_is_mean(tmp_path / "mean.pt", [load(file)["model"] for file in files])
 
 
+@pytest.mark.soak
 def test_counts_are_the_last_ones_and_tables_have_to_agree(ranks, small_corpus, tmp_path, capsys):
     for member in ("bias", "hash"):
         folder = tmp_path / member

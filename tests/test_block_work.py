@@ -178,6 +178,7 @@ def test_compiles_for_batches_of_any_length(dynamic):
             transform(lambda x: block(x)[0].sum())(x)
 
 
+@pytest.mark.soak
 @needs_grouped_mm
 def test_an_exported_block_takes_batches_of_any_size():
     block = make_block("2-2").eval()

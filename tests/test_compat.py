@@ -169,6 +169,7 @@ def test_buckets_of_lengths_are_made_on_any_numpy(corpus, tmp_path):
     assert "bucketing target lengths" in result.stdout
 
 
+@pytest.mark.soak
 def test_fairseq_score_reads_files_on_any_sacrebleu(tmp_path):
     texts = {"sys": "a b c d e\nf g h i\n", "ref": "a b c d e\nf g h x\n"}
     for name, text in texts.items():

@@ -60,6 +60,7 @@ def test_training(ranks, data, trained, tmp_path, given):
     assert ranks.start(tmp_path, 1, data[0], *words, one=True).wait() == [0]
 
 
+@pytest.mark.soak
 def test_training_over_processes(ranks, data, trained, tmp_path):
     """Each ends by itself, with the sentence: with experts of its own and with all of them."""
     call("reshard", trained, "--world-size", 2, "--output", tmp_path / "run/checkpoint_last.pt")

@@ -69,6 +69,7 @@ def test_resharding_to_and_fro_changes_no_bit(resharded):
         assert position[0] == position[1] and position[0]["iterations_in_epoch"] == UPDATES
 
 
+@pytest.mark.soak
 def test_training_goes_on_the_same_after_resharding(ranks, small_corpus, resharded, tmp_path):
     ended = {}
     for name, update_freq in (("4", 1), ("2", 2), ("1", 4)):  # "4 again" is "4", bit for bit
@@ -86,6 +87,7 @@ def test_training_goes_on_the_same_after_resharding(ranks, small_corpus, reshard
     assert furthest(ended["4"], whole(resharded["4"])) > 1e-3  # and it did go on
 
 
+@pytest.mark.soak
 def test_the_consolidated_checkpoint_needs_no_flag(small_corpus, resharded):
     path = resharded["consolidated"] / "checkpoint_last.pt"
     content = torch.load(path, weights_only=True)

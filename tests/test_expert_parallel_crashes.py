@@ -139,6 +139,7 @@ def killed_while_publishing(moment: str, arguments):
     train.cli_main()
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize(
     "moment, more", [soak("before", ()), ("before", ZERO), soak("after", ()), soak("alone", ())]
 )

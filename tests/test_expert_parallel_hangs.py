@@ -154,6 +154,7 @@ def test_groups_do_not_wait_for_one_another(ranks, tmp_path):
     assert run.wait(60) == [0] * 4, run.output()
 
 
+@pytest.mark.soak
 def test_epochs_and_validation_of_uneven_length(ranks, small_corpus, tmp_path):
     """10 batches of training for 4 ranks, one of validation: the others get dummy batches."""
     arguments = flags(small_corpus, tmp_path, "--expert-parallel", "--max-update", 6)

@@ -93,6 +93,7 @@ def test_a_set_is_no_model_to_start_from(ranks, small_corpus, saves, tmp_path, f
     assert "smoe consolidate" in run.output() or "does not exist" in run.output()
 
 
+@pytest.mark.soak
 def test_averaged_weights_are_part_of_a_set(ranks, small_corpus, tmp_path):
     options = ["--store-ema", "--ema-fp32", "--ema-decay", 0.5]
     ranks.train(tmp_path, 2, *flags(small_corpus, tmp_path, "--expert-parallel", *options))

@@ -31,6 +31,7 @@ def thresholds_of(model: dict) -> dict:
     return {name: value for name, value in model.items() if name.endswith(".threshold.steps")}
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("member", some(FAMILY, "bias"))
 def test_sharded_experts_train_as_replicated_ones(ranks, small_corpus, tmp_path, member):
     """On two processes, each of which balances its own tokens where that is done by tokens."""

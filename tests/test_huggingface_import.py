@@ -41,6 +41,7 @@ def test_an_export_is_taken_back(trained, tmp_path, system):  # noqa: F811
     assert said == read_json("translations")[system]["smoe translate"]
 
 
+@pytest.mark.soak
 def test_languages_and_settings_are_taken_back(three_languages, tmp_path):
     """And what transformers has saved again is taken, in several files too."""
     from transformers import AutoModelForSeq2SeqLM

@@ -180,6 +180,7 @@ def train(ranks, tmp_path, small_corpus, world_size, *flags):
     return ranks.start(tmp_path / "logs", world_size, *arguments, one=world_size == 1)
 
 
+@pytest.mark.soak
 def test_runs_of_fairseq_train(ranks, tmp_path, small_corpus):
     first = train(
         ranks, tmp_path, small_corpus, 2, "--max-epoch", 10_000, "--save-interval", 10_000

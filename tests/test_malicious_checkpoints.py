@@ -53,6 +53,7 @@ def saved(state: dict, path: Path) -> Path:
 # All modules of fairseq, and the evaluator that takes the place of eval
 
 
+@pytest.mark.soak
 def test_every_module_that_evaluates_is_known():
     """Those of ``examples``, which the user has to name by --user-dir, are programs of their own."""
     found = set()
@@ -146,6 +147,7 @@ WITH = {
 TASK = {"dictionaries": [], "dictionary": TranslationTask.source_dictionary}
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("arch, setting", KINDS, ids=["-".join(kind) for kind in KINDS])
 def test_settings_of_models(post_norm, tmp_path, trace, monkeypatch, arch, setting):
     settings = {**WITH.get(arch, {}), **WITH.get(setting, {}), setting: program(trace)}

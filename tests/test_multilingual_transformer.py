@@ -136,6 +136,7 @@ def test_it_translates_each_pair(three_languages, trained, more):
     assert re.search(r"^H-0\t", told, re.MULTILINE)
 
 
+@pytest.mark.soak
 def test_two_processes_equal_one(ranks, three_languages, tmp_path):
     """Each batch of two sentences in one process, or a sentence each."""
     one, two = tmp_path / "one", tmp_path / "two"
@@ -215,6 +216,7 @@ def test_a_back_end_that_would_not_sum_gradients_is_refused(ranks, three_languag
     assert "error: --ddp-backend pytorch_ddp with a model per language pair: " in run.output()
 
 
+@pytest.mark.soak
 def test_resuming_goes_on(three_languages, tmp_path):
     run("fairseq-train", *flags(three_languages, tmp_path / "whole"))
     for updates in (2, 4):

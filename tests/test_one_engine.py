@@ -116,6 +116,7 @@ def two_models(multilingual, tmp_path_factory):
     return multilingual, other
 
 
+@pytest.mark.soak
 def test_ensembles(two_models, three_languages, tmp_path):
     """The probabilities of two models are averaged, as fairseq-generate does it."""
     first, second = two_models

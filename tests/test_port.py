@@ -134,6 +134,7 @@ def test_a_rank_that_does_not_come_is_named(monkeypatch, caplog, rank):
     assert f"waiting for rank {1 - rank} at 127.0.0.1:{port}" in caplog.messages
 
 
+@pytest.mark.soak
 def test_a_first_rank_that_ends_ends_the_others():
     """Such as one that was killed, or that did not like its flags."""
     port = free_port()

@@ -53,6 +53,7 @@ def best(importance: list[float], number: int) -> list[int]:
     return sorted([*others[: max(number - 2, 0)], 6, 7])
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("pairs", some(["aa-bb", "aa-bb,cc-aa"], "aa-bb,cc-aa"))
 def test_the_most_important_experts_stay(three_languages, by_hand, tmp_path, pairs):
     directions = pairs.split(",")

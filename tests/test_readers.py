@@ -479,6 +479,7 @@ def test_the_table_tells_what_is_odd(tmp_path, capfd):
     assert "1 training pairs are quoted" in done.stderr
 
 
+@pytest.mark.soak
 def test_text_that_is_divided_already_is_told(tmp_path):
     raw = write_text(tmp_path / "text", "en-fr", train=300, valid=20, test=12)
     for file in raw.glob("*.en"):

@@ -198,6 +198,7 @@ def test_a_rank_that_is_killed_is_named_in_one_sentence(machine, does, named):
     assert len(result.stdout.splitlines()) == bool(named)
 
 
+@pytest.mark.soak
 def test_ranks_that_are_interrupted_end_without_a_stack_trace(machine, tmp_path):
     machine(0, "2")
     words = plan_launch([]).words("bash")[1:]

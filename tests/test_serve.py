@@ -87,6 +87,7 @@ def tokens_of(routing):
     return routing["tokens"], routing["special"]
 
 
+@pytest.mark.soak
 def test_routing_in_a_batch_is_that_of_each_text(server, translator):
     """Padding takes nothing, weights are those of the experts used, and counts are the search's own."""
     texts = [TEXTS[0], "1 2 " * 20, "is"]

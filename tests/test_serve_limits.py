@@ -27,6 +27,7 @@ def busy(serving, times: int = 1) -> threading.Thread:
     return thread
 
 
+@pytest.mark.soak
 def test_a_full_queue_says_so_and_the_rest_is_answered(tiny_run):
     translator = SMoETransformerModel.from_pretrained(tiny_run)
     with Serving(tiny_run, "--max-queue", 16, "--max-batch", 16, "--timeout", 600) as serving:
@@ -154,6 +155,7 @@ def posted(length: int, body: bytes = b"") -> bytes:
     return f"{head}\r\nContent-Length: {length}\r\n\r\n".encode() + body
 
 
+@pytest.mark.soak
 def test_who_has_gone_is_not_translated_for_and_who_waits_is_answered(tiny_run):
     """Both end their half of the connection behind the request."""
     body = json.dumps(GOOD).encode()

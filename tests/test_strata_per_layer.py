@@ -52,6 +52,7 @@ def test_cost_adds_up_what_layers_cost_by_themselves():
     assert found["requested_capacity"] == pytest.approx((1 + 1.5 + 1 + 3 * 1.5) / 6)
 
 
+@pytest.mark.soak
 def test_two_processes_equal_one(ranks, small_corpus, tmp_path):
     """With clipping, which needs the norm over all experts, each counted once."""
     one, two, together = tmp_path / "one", tmp_path / "two", tmp_path / "together.pt"

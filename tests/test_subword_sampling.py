@@ -212,6 +212,7 @@ def equal(one, other):
     return all(torch.equal(one[name], other[name]) for name in names)
 
 
+@pytest.mark.soak
 def test_zero_is_none_and_a_run_resumes_exactly(data, tmp_path):
     short = ["--max-update", 8]
     trained(data, tmp_path / "none", *short)

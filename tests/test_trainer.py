@@ -218,6 +218,7 @@ time.sleep(600)
 """
 
 
+@pytest.mark.soak
 @pytest.mark.skipif(sys.platform != "linux", reason="parents' ends are signalled by Linux alone")
 def test_a_rank_ends_with_its_torchrun(small_corpus, tmp_path):
     """Whatever ended that: SIGKILL cannot be passed on."""

@@ -264,6 +264,7 @@ def test_validation_takes_the_task_of_the_checkpoint(two_updates, small_corpus):
     assert failed.returncode == 1 and "KeyError: None" in failed.stdout
 
 
+@pytest.mark.soak
 def test_validation_of_several_directions(multilingual, three_languages):
     """Whose task has flags of its own."""
     more = ("--user-dir", PLUGIN, "--num-workers", 0)

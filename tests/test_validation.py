@@ -51,6 +51,7 @@ def test_scores_of_all_directions(three_languages, tmp_path):
     assert (tmp_path / "checkpoint_best.pt").exists()
 
 
+@pytest.mark.soak
 def test_early_stopping_ends_a_run_and_goes_on_counting(corpus, tmp_path):
     """The rate is 0 after the first epoch, so that nothing gets better."""
     flags = ["--validate-sentences", 4, *BY_CHRF, "--patience", 3]
