@@ -9,12 +9,11 @@ import os
 import signal
 import sys
 
+# Ctrl-C ends the imports of a command without a stack trace.
 _program = os.path.basename(*sys.argv[:1] or [""])
 if _program == "smoe" or _program == "-m" and f"{__name__}.recipes" in sys.orig_argv:
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        signal.signal(
-            signal.SIGINT, signal.SIG_DFL
-        )  # Ctrl-C ends the imports without a stack trace
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 from smoe_fairseq.compat import install, register, require_fairseq  # noqa: E402
 

@@ -152,9 +152,8 @@ def find_last_bit(huffman_coder: ModuleType) -> None:
 def keep_long(module: ModuleType) -> None:
     if not hasattr(numpy := module.np, "compat"):
         module.np = ModuleType("numpy")
-        module.np.__getattr__ = functools.partial(
-            getattr, numpy
-        )  # some of numpy is loaded when asked for
+        # numpy loads some of its parts when they are asked for.
+        module.np.__getattr__ = functools.partial(getattr, numpy)
         module.np.compat = SimpleNamespace(long=int)
 
 
