@@ -295,6 +295,7 @@ def test_what_cannot_be_served(tiny_run, tmp_path):
         (["none", "--port", "70000"], 2, "70000: expected "),
         (["none", "--allow-host", "http://mt.example/"], 2, "http://mt.example/: expected "),
         (["none", "--timeout", "0"], 2, "0: expected "),
+        ([""], 2, "argument RUN: it is empty"),
         (["none", "--max-batch", "0"], 2, "0: expected a whole number of at least 1"),
     ):
         words = words if "--port" in words else [*words, "--port", "0"]

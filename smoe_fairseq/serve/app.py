@@ -15,7 +15,7 @@ from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 from smoe_fairseq.errors import UsageError
-from smoe_fairseq.flags import port, positive, seconds
+from smoe_fairseq.flags import filled, port, positive, seconds
 from smoe_fairseq.serve.engine import (
     MAX_TEXTS,
     Engine,
@@ -460,7 +460,8 @@ def _host_name(text: str) -> str:
 
 
 def add_serve_arguments(parser: ArgumentParser) -> None:
-    parser.add_argument("path", metavar="RUN", help="folder of a run, or a checkpoint")
+    words = "folder of a run, or a checkpoint"
+    parser.add_argument("path", metavar="RUN", type=filled, help=words)
     parser.add_argument(
         "--host",
         default="127.0.0.1",

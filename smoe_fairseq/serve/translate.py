@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 from smoe_fairseq.errors import UsageError, quietly
 from smoe_fairseq.files import whole_file
-from smoe_fairseq.flags import at_least, flag_of
+from smoe_fairseq.flags import at_least, filled, flag_of
 from smoe_fairseq.host_memory import keep_freed_memory
 
 
@@ -99,6 +99,7 @@ def add_translate_arguments(parser: ArgumentParser) -> None:
     parser.add_argument(
         "path",
         metavar="RUN",
+        type=filled,
         nargs="+",
         help="folder of a run, or a checkpoint; the probabilities of several are averaged",
     )
