@@ -201,6 +201,7 @@ def test_flags_that_cannot_work_are_named(small_corpus, tmp_path, flags, named):
     [
         ("--optimizer sgd", "--optimizer adam"),
         ("--bf16", "no --bf16"),
+        ("--no-share-all-embeddings", "--share-all-embeddings"),
         ("--lr-scheduler cosine --warmup-updates 1", "--lr-scheduler fixed"),
         (
             "--criterion label_smoothed_cross_entropy",
