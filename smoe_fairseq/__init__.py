@@ -10,7 +10,7 @@ import signal
 import sys
 
 # Ctrl-C ends the imports of a command without a stack trace.
-_program = os.path.basename(*sys.argv[:1] or [""])
+_program = os.path.basename(sys.argv[0]) if sys.argv else ""
 if _program == "smoe" or _program == "-m" and f"{__name__}.recipes" in sys.orig_argv:
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)

@@ -2,6 +2,7 @@
 
 import io
 import math
+import re
 import sys
 from argparse import ArgumentTypeError
 from collections.abc import Callable, Iterator
@@ -70,8 +71,11 @@ def filled(text: str) -> str:
     return text
 
 
+SURROGATE = re.compile("[\ud800-\udfff]")  # half of a pair, or a byte that could not be decoded
+
+
 def decoded(text: str) -> str:
     """The type of a flag for text that was decoded whole, as Latin-1 is not where UTF-8 is expected."""
-    if any("\ud800" <= character <= "\udfff" for character in text):
+    if SURROGATE.search(text):
         raise ArgumentTypeError(f"{text!r} is not text in {sys.getfilesystemencoding()}")
     return text

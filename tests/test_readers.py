@@ -413,16 +413,16 @@ def test_normalisation_by_a_file_and_by_name(tmp_path):
 
 
 NO_TEXT = {
-    "latin-1": "é\n".encode("latin-1"),
-    "utf-16": "text\n".encode("utf-16"),
-    "mac": b"a\rb\r",
+    "latin-1": ("é\n".encode("latin-1"), ", line 1,"),
+    "utf-16": ("text".encode("utf-16") + b"\n", ", line 1,"),
+    "mac": (b"a\rb\r", r" has \\r "),
 }
 
 
-@pytest.mark.parametrize("content", NO_TEXT.values(), ids=NO_TEXT)
-def test_subwords_are_not_learnt_from_what_is_no_text(tmp_path, content):
+@pytest.mark.parametrize("content, named", NO_TEXT.values(), ids=NO_TEXT)
+def test_subwords_are_not_learnt_from_what_is_no_text(tmp_path, content, named):
     (tmp_path / "a").write_bytes(content)
-    with pytest.raises(SystemExit, match=rf"{tmp_path / 'a'}(, line 1,| has \\r )"):
+    with pytest.raises(SystemExit, match=f"{tmp_path / 'a'}{named}"):
         main(["subwords", "learn", str(tmp_path / "a"), "--output", str(tmp_path / "o")])
     assert not (tmp_path / "o").exists()
 

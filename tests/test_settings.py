@@ -160,6 +160,14 @@ def test_what_a_program_refuses_is_told_with_file_and_setting(configs, words, se
     refused(step_here(*words.split(), cwd=folder, **given), f"{below}: `{setting}`")
 
 
+def test_a_list_of_an_unknown_flag_is_left_out(configs):
+    """It is the flag that is unknown, not a word of its list."""
+    train = TRAINED | {"dropoot": [0.1, 0.2]}
+    folder = configs({"pairs": ["en-fr"], "experts": 4, "train": train}).parent.parent
+    given = {"DRY_RUN": "1", "GPUS": "0", "FORECAST": "1", "CONFIG_DIR": str(folder)}
+    refused(step_here("train", "odd", "moe", cwd=folder.parent, **given), "`dropoot: false`")
+
+
 @pytest.mark.parametrize(
     "flags", [{"beam": 0}, {"nbest": 9}, {"max-tokens": -7}, {"lenpen": "nan"}], ids=str
 )

@@ -49,12 +49,7 @@ def average(paths: Sequence[Path]) -> dict:
         if first is None:
             first = _outline(state)
         else:
-            _check_alike(paths[0], first, path, other := _outline(state))
-            seeds = first["seed"], other["seed"]
-            if seeds[0] != seeds[1]:
-                seeds = f"{paths[0]} was trained with --seed {seeds[0]}, {path} with {seeds[1]}"
-                warning = "models that did not begin with the same weights have no useful mean"
-                tqdm.write(f"warning: {seeds}: {warning}", file=sys.stderr)
+            _check_alike(paths[0], first, path, _outline(state))
         _add(sums, owners, path, state["model"])
     last = state["model"]
     means = {
@@ -115,7 +110,10 @@ def _outline(state: Mapping) -> dict:
 
 
 def _check_alike(first_path: Path, first: dict, path: Path, other: dict) -> None:
-    """Raise UsageError where two outlines differ; settings that one of them lacks are not compared."""
+    """Raise UsageError where two outlines differ, and warn of another seed.
+
+    Settings that one of them lacks are not compared.
+    """
     settings = first["settings"].keys() & other["settings"].keys()
     compared = [(name, "tensors") for name in {**first["tensors"], **other["tensors"]}]
     for name, kind in [*compared, *((name, "settings") for name in sorted(settings))]:
@@ -128,6 +126,10 @@ def _check_alike(first_path: Path, first: dict, path: Path, other: dict) -> None
     dictionaries = [outline["dictionaries"] for outline in (first, other)]
     if None not in dictionaries and dictionaries[0] != dictionaries[1]:
         raise UsageError(f"{path} was trained with another dictionary than {first_path}")
+    if other["seed"] != first["seed"]:
+        seeds = f"{first_path} was trained with --seed {first['seed']}, {path} with {other['seed']}"
+        reason = "models that did not begin with the same weights have no useful mean"
+        tqdm.write(f"warning: {seeds}: {reason}", file=sys.stderr)
 
 
 def add_average_arguments(parser: ArgumentParser) -> None:

@@ -326,9 +326,10 @@ def _as_flag(name: str, value) -> str:
 
 
 _GROUPS = ("criterion", "optimizer", "lr_scheduler")
-_SWITCHES = dict.fromkeys(("share_all_embeddings", "share_decoder_input_output_embed"), "model")
-_SWITCHES |= dict.fromkeys(("bf16", "fp16", "amp"), "common")
-_SWITCHES |= dict.fromkeys(("memory_efficient_bf16", "memory_efficient_fp16"), "common")
+_SWITCHES = {
+    "model": ("share_all_embeddings", "share_decoder_input_output_embed"),
+    "common": ("bf16", "fp16", "amp", "memory_efficient_bf16", "memory_efficient_fp16"),
+}
 
 
 def flags_of_other_state(content: Mapping, config: Mapping) -> list[str]:
@@ -342,10 +343,11 @@ def flags_of_other_state(content: Mapping, config: Mapping) -> list[str]:
         before, now = (values_of(each.get(group)).get("_name") for each in both)
         if before and before != now:
             flags.append(_as_flag(group, before))
-    for name, group in _SWITCHES.items() if both[0] else ():
-        before, now = (values_of(each.get(group)).get(name) for each in both)
-        if bool(before) != bool(now):
-            flags.append(_as_flag(name, bool(before)))
+    for group, names in _SWITCHES.items() if both[0] else ():
+        for name in names:
+            before, now = (values_of(each.get(group)).get(name) for each in both)
+            if bool(before) != bool(now):
+                flags.append(_as_flag(name, bool(before)))
     return flags
 
 

@@ -239,13 +239,13 @@ def check_checkpoint(model, state_dict) -> None:
     loaded = {name: tuple(tensor.shape) for name, tensor in state_dict.items()}
     if own == loaded:
         return
+    advice = "pass the checkpoint's flags, or another checkpoint"
     own_flags, loaded_flags = _strata_of(own), _strata_of(loaded)
     if own_flags != loaded_flags:
         dense = "; to start from a dense model, convert it with smoe upcycle"
         raise UsageError(
-            f"the checkpoint was trained with {loaded_flags} and this model has {own_flags}; pass the "
-            "checkpoint's flags, or another checkpoint"
-            f"{dense if loaded_flags == _DENSE else ''}"
+            f"the checkpoint was trained with {loaded_flags} and this model has {own_flags}; "
+            f"{advice}{dense if loaded_flags == _DENSE else ''}"
         )
     experts = [n for n in own if n.endswith(".moe.experts.w1") and n in loaded]
     share = next((n for n in experts if loaded[n] != own[n]), None)
@@ -265,8 +265,7 @@ def check_checkpoint(model, state_dict) -> None:
     name = next(n for n in sorted({**own, **loaded}) if own.get(n) != loaded.get(n))
     raise UsageError(
         f"the checkpoint is of another architecture: {name} is {loaded.get(name, 'missing')} in it "
-        f"and {own.get(name, 'missing')} in this model; pass the checkpoint's flags, or another "
-        "--save-dir or --restore-file"
+        f"and {own.get(name, 'missing')} in this model; {advice}"
     )
 
 

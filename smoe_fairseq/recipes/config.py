@@ -294,27 +294,28 @@ def naming_settings(
         yield
     except UsageError as error:
         unknown = re.match(r"unrecognized arguments: ([^\s;]+)", str(error))
+        named = re.search(r"--([\w-]+)", str(error))
         values = flag_values(typed)
         kinds = [f"{kind} {values[kind]}" for kind in _KINDS if unknown and kind in values]
         message = ": ".join([*kinds, str(error)])  # each kind has flags of its own
-        for flag in re.findall(r"--([\w-]+)|$", str(error))[:1]:
-            for section in sections:
-                settings = _section(vars(dataset), section)
-                lists = {f: x for f, x in settings.items() if unknown and isinstance(x, list)}
-                flag = next((f for f, x in lists.items() if unknown[1] in map(str, x)), flag)
-                if flag not in settings or f"--{flag}" in values:
-                    continue
-                file = dataset_file(dataset.name)
-                while file.stem != "common":
-                    own = read(file, SCHEMA)
-                    if flag in _section(own, section):
-                        break
-                    file = config_folder() / f"{own.get('base', 'common')}.yaml"
-                advice = f" (`{flag}: false` leaves --{flag} out)" if unknown else ""
-                if flag in lists:
-                    one_word = f"({', '.join(map(str, lists[flag]))})"
-                    advice = f" (a list is several words; one is `{flag}: '{one_word}'`)"
-                raise UsageError(f"{file}: `{section}.{flag}`: {message}{advice}") from None
+        for section in sections:
+            settings = _section(vars(dataset), section)
+            lists = {f: list(map(str, x)) for f, x in settings.items() if isinstance(x, list)}
+            split = next((f for f, x in lists.items() if unknown and unknown[1] in x), None)
+            flag = split or named and named[1]
+            if flag not in settings or f"--{flag}" in values:
+                continue
+            file = dataset_file(dataset.name)
+            while file.stem != "common":
+                own = read(file, SCHEMA)
+                if flag in _section(own, section):
+                    break
+                file = config_folder() / f"{own.get('base', 'common')}.yaml"
+            advice = f" (`{flag}: false` leaves --{flag} out)" if unknown else ""
+            if split:
+                one_word = f"({', '.join(lists[split])})"
+                advice = f" (a list is several words; one is `{flag}: '{one_word}'`)"
+            raise UsageError(f"{file}: `{section}.{flag}`: {message}{advice}") from None
         if kinds:
             raise UsageError(message) from None
         raise

@@ -133,7 +133,9 @@ def seeds_of(dataset: Dataset) -> tuple[int, ...]:
         match = re.fullmatch(r"([0-9]{1,10})(?:-([0-9]{1,10}))?", word)
         first, last = map(int, (match[1], match[2] or match[1])) if match else (0, -1)
         if not first <= last <= min(LARGEST_SEED, first + 999):
-            expected = f"expected numbers from 0 to {LARGEST_SEED:,}, such as 1,2 or 1-8"
+            expected = (
+                f"expected up to 1,000 numbers from 0 to {LARGEST_SEED:,}, such as 1,2 or 1-8"
+            )
             raise UsageError(f"SEEDS={word}: {expected}")
         seeds += range(first, last + 1)
     if len(set(seeds)) < len(seeds):

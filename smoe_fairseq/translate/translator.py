@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from smoe_fairseq.errors import UsageError
+from smoe_fairseq.flags import SURROGATE
 from smoe_fairseq.translate.int8 import check_int8, quantize
 from smoe_fairseq.translate.packed import can_pack, pack
 from smoe_fairseq.translate.search import BeamSearch, SearchOptions, option
@@ -39,15 +40,12 @@ def by_length(lengths: Sequence[int], max_tokens: int) -> Iterator[list[int]]:
         yield batch
 
 
-_SURROGATE = re.compile(r"[\ud800-\udfff]")
-
-
 def check_texts(texts: Iterable) -> None:
     """Raise UsageError if one is not a string, or has half of a surrogate pair, such as "\\ud800" in JSON."""
     for number, text in enumerate(texts, 1):
         if not isinstance(text, str):
             raise UsageError(f"text {number} is {text!r:.60}: expected a text")
-        if _SURROGATE.search(text):
+        if SURROGATE.search(text):
             raise UsageError(f"{text!r:.60} holds half of a surrogate pair, which is no character")
 
 

@@ -231,14 +231,14 @@ def evaluate(dataset: Dataset, method: str, flags: Sequence[str], checkpoint: st
         run([comment, step("tokenizer", tokenizer)])
     if dry_run():
         generate.check_launch(flags)
+        for direction in evaluation.directions:
+            generation = command("fairseq-generate", *evaluation.generation(direction))
+            comment = f"# {dataset.name} {direction}: translate and score"
+            run([comment, generation, *evaluation.scoring(direction)])
     else:
         print(f"# {dataset.name} {method}: translate and score", flush=True)
         with naming_settings(dataset, ("generate", "task"), flags):
             _translate(evaluation)
-    for direction in evaluation.directions if dry_run() else ():
-        generation = command("fairseq-generate", *evaluation.generation(direction))
-        comment = f"# {dataset.name} {direction}: translate and score"
-        run([comment, generation, *evaluation.scoring(direction)])
     if scorer is not None:
         _score_by_comet(evaluation, scorer)
 

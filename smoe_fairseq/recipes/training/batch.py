@@ -139,7 +139,7 @@ def _divide(unit: str, requested: int, most: int, ranks: int, least: int, name: 
         most_ranks = 2 * requested  # with more of them a rank has no token
         below = range(min(ranks - 1, most_ranks), 0, -1)
         above = range(ranks + 1, min(2 * ranks, most_ranks) + 1)
-        found = (next((n for n in near if on(n).is_close), None) for near in (below, above))
+        found = (next((n for n in side if on(n).is_close), None) for side in (below, above))
         near = " or ".join(str(n) for n in found if n) or "none"
         room = f"; a rank needs room for a sentence of {least}" if least > 1 else ""
         shared = f"{requested:,} {'tokens' if unit == 'max-tokens' else 'sentences'}{room}"
