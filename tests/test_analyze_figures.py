@@ -1,6 +1,9 @@
 """What the pictures of an analysis draw, from results made by hand."""
 
 import json
+import os
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from xml.etree import ElementTree
@@ -35,6 +38,12 @@ def results():
     found.add(Direction("aa-bb", 4, 0, (TypeCounts(block, types, special, routes),)))
     found.add(Direction("bb-aa", 4, 0, (TypeCounts(block, types[:1], special[:1], routes[:1]),)))
     return found
+
+
+def test_the_backend_of_a_notebook_does_not_matter():
+    """Jupyter sets one that other environments lack; matplotlib refuses it when it is imported."""
+    command = [sys.executable, "-c", "import smoe_fairseq.analysis.figures"]
+    subprocess.run(command, env=os.environ | {"MPLBACKEND": "module://none.inline"}, check=True)
 
 
 def test_picture_of_directions(results):

@@ -94,6 +94,8 @@ def test_a_dry_run_refuses_what_the_run_refuses(tiny):
     given = {"CONFIG_DIR": str(tiny[0] / "configs"), "RUN_DIR": "elsewhere", "FORECAST": "1"}
     words = ("train", "tiny", "smoe-2-2", "--dropout", "-1", "--dry-run")
     assert "--dropout" in refusal(recipe(tiny[0], *words, **given))
+    chosen = ("evaluate", "tiny", "smoe-2-2", "--lang-pairs", "en-fr", "--dry-run")
+    assert "--lang-pairs" in refusal(recipe(tiny[0], *chosen, **given))  # which chooses nothing
 
 
 def test_scores_are_those_of_the_translations_against_raw_references(tiny):

@@ -168,6 +168,15 @@ def test_a_list_of_an_unknown_flag_is_left_out(configs):
     refused(step_here("train", "odd", "moe", cwd=folder.parent, **given), "`dropoot: false`")
 
 
+@pytest.mark.parametrize("setting", ["DRY_RUN=false", "FORECAST=no"])
+def test_a_switch_is_0_or_1(configs, setting):
+    """``DRY_RUN=false`` would print commands and train nothing."""
+    folder = configs({"pairs": ["en-fr"], "experts": 4, "train": TRAINED}).parent.parent
+    name, value = setting.split("=")
+    given = {"DRY_RUN": "1", "GPUS": "0", "CONFIG_DIR": str(folder), name: value}
+    refused(step_here("train", "odd", "moe", cwd=folder.parent, **given), setting)
+
+
 @pytest.mark.parametrize(
     "flags", [{"beam": 0}, {"nbest": 9}, {"max-tokens": -7}, {"lenpen": "nan"}], ids=str
 )

@@ -2,6 +2,7 @@
 
 import io
 import itertools
+import os
 import re
 import sys
 import warnings
@@ -13,6 +14,8 @@ import numpy as np
 
 from smoe_fairseq.errors import UsageError
 
+# matplotlib reads it when it is imported, and refuses that of a notebook elsewhere.
+os.environ["MPLBACKEND"] = "agg"
 try:
     import matplotlib
 except ImportError:

@@ -271,6 +271,8 @@ def _set_variables(settings: dict[Setting, str]) -> Iterator[None]:
 
 
 def _symbol(text: str) -> str:
+    if Path(text).is_file():
+        raise ArgumentTypeError(f"{text} is a file; the texts come before this flag")
     if text.split() != [text] or text in ("<s>", "<pad>", "</s>", "<unk>"):
         raise ArgumentTypeError(f"{text!r}: expected a word that is no mark of fairseq's")
     return text

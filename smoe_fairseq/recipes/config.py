@@ -58,7 +58,8 @@ def parse_flags(program: str, words: Sequence[str]) -> DictConfig:
 
 
 # Flags of fairseq-generate that the recipe for evaluation sets.
-RECIPE_FLAGS = {"path", "results-path", "gen-subset", "source-lang", "target-lang", "langs"}
+RECIPE_FLAGS = {"path", "results-path", "gen-subset", "source-lang", "target-lang"}
+RECIPE_FLAGS |= {"langs", "lang-pairs"}
 _OTHER_NAMES = {
     **{"-a": "--arch", "-s": "--source-lang", "-t": "--target-lang"},
     **{"--max-sentences": "--batch-size", "--learning-rate": "--lr"},

@@ -35,7 +35,7 @@ def step(name: str, *words: object) -> str:
 
 def dry_run() -> bool:
     """Whether ``DRY_RUN`` asks to print commands and run none."""
-    return os.environ.get("DRY_RUN", "0") not in ("", "0")
+    return whole_number("DRY_RUN", 0, 0, 1) == 1
 
 
 def warn(message: str) -> None:

@@ -1,6 +1,5 @@
 """The forecast of ``scripts/train.sh``: the model's size, its memory, and how many tokens fit."""
 
-import os
 from collections.abc import Sequence
 
 from smoe_fairseq.errors import UsageError, quietly
@@ -8,6 +7,7 @@ from smoe_fairseq.host_memory import machine_memory
 from smoe_fairseq.recipes.config import Dataset, parse_flags
 from smoe_fairseq.recipes.data.text_files import count_lines
 from smoe_fairseq.recipes.folders import Folders
+from smoe_fairseq.recipes.processes import whole_number
 from smoe_fairseq.recipes.training.batch import longest_sentence
 from smoe_fairseq.recipes.training.launcher import Launch
 
@@ -22,7 +22,7 @@ def forecast(dataset: Dataset, launch: Launch, words: Sequence[str]) -> tuple[li
     Raises:
         UsageError: a flag is unknown to fairseq-train, or such a model is impossible.
     """
-    if os.environ.get("FORECAST") == "0":
+    if whole_number("FORECAST", 0, 1, 1) == 0:
         return [], []
     with quietly():
         parse_flags("fairseq-train", words)
