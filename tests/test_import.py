@@ -250,6 +250,7 @@ def test_sets_that_are_not_whole(vanilla, tmp_path):
     (tmp_path / "model-shared.pt").rename(tmp_path / "away")
     assert "model-shared.pt is missing" in refusal(*ask)
     assert "none.pt is missing" in refusal("import", tmp_path / "none.pt", *ask[2:])
+    assert "facebook/nllb-moe-54b: expected" in refusal("import", "facebook/nllb-moe-54b", *ask[2:])
     (tmp_path / "away").rename(tmp_path / "model-shared.pt")
     assert f"--output: {last} " in refusal(*ask[:2], "--output", last, "--force")
     call(*ask)

@@ -34,6 +34,15 @@ def test_learnt_and_applied(text, tmp_path, capsys):
     assert len(list(encoded.iterdir())) == 3
 
 
+def test_the_same_text_gives_the_same_file(text, tmp_path):
+    train, files = str(text / "train.en-fr.en"), []
+    for name in ("one", "two"):
+        output = tmp_path / name
+        main(["subwords", "learn", train, "--vocab-size", "25", "--output", str(output)])
+        files.append((output / "spm.model").read_bytes())
+    assert files[0] == files[1]
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [

@@ -24,6 +24,8 @@ def run_import(args: Namespace) -> None:
     is_folder, contents = args.path.is_dir(), {}
     if args.path.suffix == ".safetensors" and not is_folder:
         raise UsageError(f"{args.path}: expected a checkpoint, or a whole folder for transformers")
+    if not args.path.suffix and not any(args.path.parent.glob(f"{args.path.name}*")):
+        raise UsageError(f"{args.path}: expected a file or folder of this machine (`hf download`)")
     inside = args.path.glob("*")
     read = [file for file in inside if file.is_file()] if is_folder else files_of(args.path)
     check_output(read, [args.output], args.force)

@@ -162,12 +162,14 @@ def learn_from(
             raise UsageError(f"{failed}: {reason or error}") from None
     processor = sentencepiece.SentencePieceProcessor(model_proto=model.getvalue())
     pieces = [processor.id_to_piece(i) for i in range(processor.get_piece_size())]
+    # The model notes the path of its rules: the same text gives the same file.
+    proto = model.getvalue().replace(folder.encode(), b"-" * len(folder.encode()))
     # fairseq's format is a piece and its count per line; it uses the counts only for sorting.
     dictionary = "".join(f"{piece} 1\n" for piece in pieces[_SPECIAL_PIECES:])
     written = [output / "dict.txt", output / "spm.model"]
     with whole_files(written, parents=True) as (words, pieces_file):
         Path(words).write_text(dictionary, "utf-8")
-        Path(pieces_file).write_bytes(model.getvalue())
+        Path(pieces_file).write_bytes(proto)
     if len(pieces) < (size := options.get("vocab_size", 0)):
         warn(f"{len(pieces):,} pieces in place of {size:,}: the text has no more")
     print(f"{output / 'spm.model'}: {len(pieces):,} pieces from {len(files)} files", flush=True)
