@@ -94,8 +94,20 @@ def test_a_dry_run_refuses_what_the_run_refuses(tiny):
     given = {"CONFIG_DIR": str(tiny[0] / "configs"), "RUN_DIR": "elsewhere", "FORECAST": "1"}
     words = ("train", "tiny", "smoe-2-2", "--dropout", "-1", "--dry-run")
     assert "--dropout" in refusal(recipe(tiny[0], *words, **given))
-    chosen = ("evaluate", "tiny", "smoe-2-2", "--lang-pairs", "en-fr", "--dry-run")
-    assert "--lang-pairs" in refusal(recipe(tiny[0], *chosen, **given))  # which chooses nothing
+
+
+@pytest.mark.parametrize(
+    "flag",
+    [
+        "--lang-pairs en-fr",  # would choose nothing
+        "--num-shards 2",  # would translate all
+        "--remove-bpe",  # fairseq's default, @@: scores of pieces
+    ],
+)
+def test_flags_that_would_score_something_else_are_refused(tiny, flag):
+    given = {"CONFIG_DIR": str(tiny[0] / "configs"), "RUN_DIR": "elsewhere"}
+    words = ("evaluate", "tiny", "smoe-2-2", *flag.split(), "--dry-run")
+    assert flag.split()[0] in refusal(recipe(tiny[0], *words, **given))
 
 
 def test_scores_are_those_of_the_translations_against_raw_references(tiny):

@@ -59,7 +59,7 @@ def parse_flags(program: str, words: Sequence[str]) -> DictConfig:
 
 # Flags of fairseq-generate that the recipe for evaluation sets.
 RECIPE_FLAGS = {"path", "results-path", "gen-subset", "source-lang", "target-lang"}
-RECIPE_FLAGS |= {"langs", "lang-pairs"}
+RECIPE_FLAGS |= {"langs", "lang-pairs", "num-shards", "shard-id"}
 _OTHER_NAMES = {
     **{"-a": "--arch", "-s": "--source-lang", "-t": "--target-lang"},
     **{"--max-sentences": "--batch-size", "--learning-rate": "--lr"},

@@ -250,6 +250,10 @@ def plan(dataset: Dataset, method: str, flags: Sequence[str], which: str) -> Eva
         raise UsageError(
             f"{flag} is set by the recipe; `smoe translate` takes any text and checkpoint"
         )
+    joined = flag_values([*arguments(dataset.generate), *flags])
+    for flag in ("--remove-bpe", "--post-process"):
+        if (value := joined.get(flag, "sentencepiece")) != "sentencepiece":
+            raise UsageError(f"{flag} {value}: expected sentencepiece, as words are scored")
     folders = Folders(dataset.name)
     folder = folders.run(run_name(dataset, method))
     if which.startswith("average:"):

@@ -55,7 +55,9 @@ def score(translations: Sequence[str], references: Sequence[str], settings: Flag
     from sacrebleu.utils import args_to_dict
 
     if (made := len(translations)) != (expected := len(references)):
-        raise UsageError(f"{made:,} translations and {expected:,} references: evaluate again")
+        unlike = f"{made:,} translations and {expected:,} references"
+        skipping = "--skip-invalid-size-inputs-valid-test"
+        raise UsageError(f"{unlike}: evaluate again, without {skipping} if it was given")
     args = _parsed(tuple(arguments(settings)))
     results = []
     with quietly():
