@@ -40,7 +40,10 @@ BAD = {line.strip(): line.split()[-2] for line in REFUSED.strip().splitlines()}
 if not torch.cuda.device_count():  # of which fairseq starts a process each
     BAD["--distributed-init-method tcp://127.0.0.1:1"] = "--distributed-init-method"
     BAD["--distributed-world-size 9000"] = "--distributed-world-size"
+    BAD["--distributed-world-size 2 --distributed-port 99"] = "--distributed-port"
+    BAD["--profile"] = "--profile"
 BAD["--cpu --fp16"] = "--fp16"
+BAD["--valid-subset valid,train --combine-valid-subsets"] = "--valid-subset valid,train"
 BAD |= {  # by the words of what fairseq raises, in one line
     "--finetune-from-model /none.pt": "/none.pt",
     "--warmup-updates 0": "ZeroDivisionError",
@@ -152,11 +155,18 @@ def test_experts_without_a_balance_loss_are_told_of(corpus, tmp_path):
         assert told.count("has no loss for load balance") == count
 
 
-def test_a_sampling_temperature_of_a_task_with_a_name_space_is_named(corpus, tmp_path):
+@pytest.mark.parametrize(
+    "given, named",
+    [
+        (("--sampling-temperature", -1), ("--sampling-temperature -1.0", "0.01")),
+        (("--sampling-weights", "{'src-tgt': 1}"), ("--sampling-weights", "main:src-tgt")),
+    ],
+)
+def test_how_a_task_with_a_name_space_draws_is_named(corpus, tmp_path, given, named):
     task = "--task translation_multi_simple_epoch --langs src,tgt --lang-pairs src-tgt"
-    given = (*task.split(), "--sampling-method", "temperature", "--sampling-temperature", -1)
+    given = (*task.split(), "--sampling-method", "temperature", *given)
     result = run("fairseq-train", corpus, "--save-dir", tmp_path, *TINY, *given, check=False)
-    refused(result, "--sampling-temperature -1.0", "0.01")
+    refused(result, *named)
 
 
 def test_a_stack_trace_can_be_asked_for(corpus, tmp_path):

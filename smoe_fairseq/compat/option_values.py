@@ -48,10 +48,14 @@ _DICTIONARIES = {  # how they are read: an example for a shell, and the options
 
 @patches("fairseq.dataclass.utils:convert_namespace_to_omegaconf")
 def check_generation(original, args):
-    """For commands that do not use `call_main`, such as ``fairseq-generate``."""
+    """For commands that do not use `call_main`, such as ``fairseq-generate``, and what precedes it."""
+    import torch
+
     cfg = original(args)
     if is_fairseq_command() and cfg.get("optimizer") is None:
         check_options(cfg)
+    elif is_fairseq_command() and cfg.common.profile and not torch.cuda.is_available():
+        raise UsageError("--profile: expected a machine with a GPU")
     return cfg
 
 
@@ -67,8 +71,11 @@ def check_values(call_main, cfg, *others, **options):
         raise UsageError("--fp16 on a CPU: expected --fp16-no-flatten-grads with it, or --bf16")
     spawns = not (distributed.distributed_no_spawn or common.tpu or torch.cuda.device_count())
     method, port = distributed.distributed_init_method, distributed.distributed_port
-    several = distributed.distributed_world_size > 1 and port <= 0 and "RANK" not in os.environ
-    if spawns and (method or several):
+    several = distributed.distributed_world_size > 1 and "RANK" not in os.environ
+    in_slurm = "SLURM_STEP_NODELIST" in os.environ or "SLURM_JOB_NODELIST" in os.environ
+    if several and port > 0 and not (method or in_slurm):
+        raise UsageError(f"--distributed-port {port}: expected --distributed-init-method, or SLURM")
+    if spawns and (method or several and port <= 0):
         raise UsageError(
             f"--distributed-{'init-method' if method else 'world-size'}: fairseq starts a process for each "
             "GPU, and this machine has none; expected torchrun, or --distributed-no-spawn with a rank"
@@ -100,6 +107,9 @@ def check_options(cfg) -> None:
             text = _value(cfg, name)
             if isinstance(text, str) and not isinstance(_literal(text, read), dict):
                 raise UsageError(f"{_flag(name)} {text}: expected a dictionary, as {example}")
+    subset = _value(cfg, "dataset.valid_subset")
+    if _value(cfg, "dataset.combine_valid_subsets") and subset != "valid":
+        raise UsageError(f"--valid-subset {subset}: --combine-valid-subsets expects valid")
     metric = _value(cfg, "checkpoint.best_checkpoint_metric")
     if metric in ("bleu", "chrf"):
         translates = _value(cfg, "criterion.validate_sentences")

@@ -115,6 +115,21 @@ def name_dictionary(original, cls, f):
         return loaded
 
 
+@patches(
+    "fairseq.data.multilingual.multilingual_data_manager:"
+    "MultilingualDatasetManager.get_sampling_ratios"
+)
+def name_weights(original, manager, parameters, datasets, *others, **options):
+    given = manager.args.sampling_weights or manager.args.sampling_weights_from_file
+    try:
+        return original(manager, parameters, datasets, *others, **options)
+    except KeyError as error:
+        if not given:
+            raise
+        expected = ", ".join(key for key, _ in datasets)
+        raise UsageError(f"--sampling-weights lacks {error}: expected {expected}") from None
+
+
 @patches("fairseq.file_chunker_utils:find_offsets")
 def name_workers(original, filename, num_chunks):
     if num_chunks < 1:
