@@ -43,6 +43,7 @@ if not torch.cuda.device_count():  # of which fairseq starts a process each
     BAD["--distributed-world-size 2 --distributed-port 99"] = "--distributed-port"
     BAD["--profile"] = "--profile"
 BAD["--cpu --fp16"] = "--fp16"
+BAD["--save-dir="] = "--save-dir"  # of an unset variable
 BAD["--valid-subset valid,train --combine-valid-subsets"] = "--valid-subset valid,train"
 BAD |= {  # by the words of what fairseq raises, in one line
     "--finetune-from-model /none.pt": "/none.pt",

@@ -129,7 +129,8 @@ def check_options(cfg) -> None:
                 raise UsageError(f"--{flag} {start} is a folder: expected a checkpoint in it")
         if rank_files(start := _value(cfg, "checkpoint.finetune_from_model") or ""):
             check_exists(start)
-        folder = cfg.checkpoint.save_dir
+        if not (folder := cfg.checkpoint.save_dir):
+            raise UsageError("--save-dir is empty: expected a folder")
         last = os.path.join(folder, "checkpoint_last.pt")
         start = _value(cfg, "checkpoint.continue_once")
         if start and not (os.path.exists(last) or rank_files(last)):
