@@ -207,6 +207,12 @@ def test_what_cannot_be_used_is_named(folder, name):
     refused(run("smoe", "translate", *words, stdin="1 2\n", cwd=folder, check=False), name)
 
 
+def test_a_text_in_place_of_a_run_is_told_where_it_goes(folder, tmp_path):
+    (text := tmp_path / "text").write_text("1 2\n")
+    result = run("smoe", "translate", "run", text, "--to", "fr", cwd=folder, check=False)
+    assert result.returncode == 2 and f"< {text}" in result.stdout
+
+
 @pytest.mark.parametrize(
     ("flag", "value"),
     [

@@ -4,7 +4,7 @@ import json
 import re
 import sys
 import time
-from argparse import ArgumentParser, Namespace
+from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, fields
@@ -95,11 +95,21 @@ def requested_direction(model: BatchTranslator, args: Namespace) -> tuple[str, s
     return direction_of(model.translator.task_for(args.source, args.target, flags))
 
 
+def _model_path(path: str) -> str:
+    """The type of ``RUN``: neither empty nor a file of text."""
+    if Path(filled(path)).is_file():
+        with open(path, "rb") as file:
+            start = file.read(100)
+        if start and b"\0" not in start and not start.startswith((b"PK", b"\x80")):
+            raise ArgumentTypeError(f"{path} is text, which is read from standard input: < {path}")
+    return path
+
+
 def add_translate_arguments(parser: ArgumentParser) -> None:
     parser.add_argument(
         "path",
         metavar="RUN",
-        type=filled,
+        type=_model_path,
         nargs="+",
         help="folder of a run, or a checkpoint; the probabilities of several are averaged",
     )
