@@ -40,6 +40,7 @@ def results():
     return found
 
 
+@pytest.mark.soak
 def test_the_backend_of_a_notebook_does_not_matter():
     """Jupyter sets one that other environments lack; matplotlib refuses it when it is imported."""
     command = [sys.executable, "-c", "import smoe_fairseq.analysis.figures"]
