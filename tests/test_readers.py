@@ -230,6 +230,15 @@ def test_a_hash_of_the_source_keeps_duplicates_in_one_split(tmp_path, dataset):
     assert 90 < len(found["test"]) < 300 and max(map(hash_position, found["test"])) < 0.2
 
 
+def test_a_hash_that_leaves_a_split_empty_is_named(tmp_path, dataset):
+    """All lines have the same source, and so one place."""
+    (tmp_path / "en-ha.tsv").write_text("".join(f"a title\t{i}\n" for i in range(900)))
+    split = dataset(raw={"split": "hash", "parallel": {"valid": 90, "test": 180}})
+    with pytest.raises(UsageError, match="en-ha.tsv.*split: hash"):
+        gather(split, tmp_path, tmp_path / "raw")
+    assert not (tmp_path / "raw").exists()
+
+
 def test_what_is_left_out_of_training(tmp_path, dataset):
     rows = [
         *[("a b", "c d")] * 3,
