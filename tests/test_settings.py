@@ -86,7 +86,7 @@ PROGRAMS = ("task", "generate", "sacrebleu")
         *((b"\xff\xfe\xfa", "UTF-8"), ({"pairs": ["a-b"], "train": 5}, "train")),
         *(
             ({"pairs": each}, "pairs")
-            for each in (["ab"], "a-b", ["a-b", "b-b"], ["a-b", "b-a"], None)
+            for each in (["a-../b"], ["ab"], "a-b", ["a-b", "b-b"], ["a-b", "b-a"], None)
         ),
         *(({"pairs": ["a-b"], "experts": each}, "experts") for each in ("many", 0)),
         ({"pairs": ["a-b"], "raw": {"urls": "x"}}, "urls"),

@@ -378,7 +378,7 @@ def load_dataset(name: str) -> Dataset:
 
 def _is_pair(name: str) -> bool:
     """Whether a name consists of two languages."""
-    match = re.fullmatch(r"([^-\s]+)-([^-\s]+)", name)
+    match = re.fullmatch(r"([^-\s/]+)-([^-\s/]+)", name)
     return match is not None and match[1] != match[2]
 
 
