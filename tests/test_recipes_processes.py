@@ -20,6 +20,7 @@ from test_signals import wait_for
 
 from smoe_fairseq import files
 from smoe_fairseq.errors import UsageError
+from smoe_fairseq.recipes import processes
 from smoe_fairseq.recipes.training.launcher import Launch, plan_launch
 
 # SLURM's: a step is what srun starts; a job that is put into the queue again is ended before.
@@ -179,6 +180,17 @@ def test_what_a_machine_without_gpu_adds_is_in_the_dry_run(tmp_path):
         recipe(tmp_path, "train", "m4", "moe", "--cpu", DRY_RUN="1", GPUS="2"), "torchrun"
     )
     assert value(words, "--distributed-backend") == "gloo" and "--fp16" not in words
+
+
+def test_a_command_that_has_ended_does_not_hold_up_the_end(monkeypatch):
+    """A study waits for none of its runs; ended ones stay in their groups until somebody does."""
+    monkeypatch.setattr(processes, "TIMEOUT_SECONDS", 5)
+    sent, send = [], os.killpg
+    monkeypatch.setattr(os, "killpg", lambda *words: (sent.append(words[1]), send(*words)))
+    with pytest.raises(SystemExit, match="130"), processes.ProcessGroups() as groups:
+        groups.start(["sleep", "600"], os.environ)
+        os.kill(os.getpid(), signal.SIGINT)
+    assert signal.SIGINT in sent and signal.SIGKILL not in sent
 
 
 RANKS = """if [ "$RANK" = 1 ]; then {}; fi; exec sleep 600"""

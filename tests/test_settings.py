@@ -125,7 +125,7 @@ PROGRAMS = ("task", "generate", "sacrebleu")
         ({"pairs": ["a-b"], "raw": {"messages": {}}}, "raw.messages.layout"),
         ({"pairs": ["a-b"], "raw": {"archives": [{"size": 1}]}}, "raw.archives[0].url"),
     ],
-    ids=range(62),
+    ids=range(63),
 )
 def test_what_a_file_may_not_hold(configs, content, words):
     path = configs(content)

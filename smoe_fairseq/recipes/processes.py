@@ -141,16 +141,16 @@ class ProcessGroups:
     """
 
     def __init__(self):
-        self.groups: list[int] = []
+        self.groups: list[subprocess.Popen] = []  # their first processes
         self.received: list[int] = []
 
     def start(self, command: Sequence[str], environment: Mapping[str, str], **options):
         """Start a command and return its `subprocess.Popen`; ``options`` are further arguments of that."""
         options |= {"stdin": subprocess.DEVNULL, "process_group": 0, "preexec_fn": end_with_parent}
         process = subprocess.Popen(command, env=environment, **options)
-        self.groups.append(process.pid)
+        self.groups.append(process)
         for number in list(self.received):  # signals that arrived meanwhile
-            _send(process.pid, number)
+            _send(process, number)
         return process
 
     def __enter__(self):
@@ -183,16 +183,17 @@ class ProcessGroups:
             _send(group, number)
 
 
-def _send(group: int, number: int) -> bool:
+def _send(group: subprocess.Popen, number: int) -> bool:
     """Send a signal; returns whether the group still had a process."""
+    group.poll()  # else one that has ended would stay in it
     try:
-        os.killpg(group, number)
+        os.killpg(group.pid, number)
     except (ProcessLookupError, PermissionError):  # the latter on macOS, when all have ended
         return False
     return True
 
 
-def _wait_for(group: int) -> None:
+def _wait_for(group: subprocess.Popen) -> None:
     deadline = time.monotonic() + TIMEOUT_SECONDS
     while _send(group, 0):
         if time.monotonic() > deadline:
