@@ -182,6 +182,17 @@ def test_what_a_machine_without_gpu_adds_is_in_the_dry_run(tmp_path):
     assert value(words, "--distributed-backend") == "gloo" and "--fp16" not in words
 
 
+def test_machines_say_where_they_wait(tmp_path):
+    """Without ``MASTER_ADDR`` each waits for the others on itself."""
+    given = {"DRY_RUN": "1", "NODES": "2", "GPUS": "1", "MASTER_ADDR": "", "MASTER_PORT": "29777"}
+    (said,) = [
+        line
+        for line in recipe(tmp_path, "train", "m4", "moe", **given).stdout.splitlines()
+        if "localhost:29777" in line and line.startswith("#")
+    ]
+    assert "MASTER_ADDR" in said
+
+
 def test_a_command_that_has_ended_does_not_hold_up_the_end(monkeypatch):
     """A study waits for none of its runs; ended ones stay in their groups until somebody does."""
     monkeypatch.setattr(processes, "TIMEOUT_SECONDS", 5)

@@ -28,7 +28,7 @@ from smoe_fairseq.recipes.training.batch import (
     without_sizes,
 )
 from smoe_fairseq.recipes.training.forecast import forecast
-from smoe_fairseq.recipes.training.launcher import Launch, check_port, plan_launch
+from smoe_fairseq.recipes.training.launcher import Launch, check_port, endpoint, plan_launch
 from smoe_fairseq.recipes.training.precision import precision_flags
 from smoe_fairseq.recipes.training.reshard import reshard_lines
 from smoe_fairseq.training import screen
@@ -73,11 +73,15 @@ def train(dataset: Dataset, method: str, flags: Sequence[str], force_resume: boo
         notes += comments
         for warning in warnings:
             warn(warning)
+    # With SLURM, this one recipe starts all machines.
+    machines = launch.nodes if launch.launcher == "torchrun" else 1
+    if machines > 1:
+        met = ":".join(map(str, endpoint()))
+        wait = f"# the {machines} machines wait for one another at {met} for up to ten minutes"
+        notes += [f"{wait}; MASTER_ADDR is the first one's address, on all of them"]
     if not dry_run():
         if launch.uses_master_port:
             check_port()
-        # With SLURM, this one recipe starts all machines.
-        machines = launch.nodes if launch.launcher == "torchrun" else 1
         run_identity = (method, folders.binary, words, launch.processes)
         if not identity.claim(*run_identity, force_resume, machines):
             limits = " or ".join(identity.limits(flag_values(words))) or "--max-update"
