@@ -160,6 +160,18 @@ def test_a_cpu_without_int8_products_is_named(monkeypatch):
         levels.cache_clear()
 
 
+def test_the_default_type_of_tensors_does_not_matter():
+    levels.cache_clear()
+    before = levels()
+    torch.set_default_dtype(torch.float64)
+    levels.cache_clear()
+    try:
+        assert levels() == before
+    finally:
+        torch.set_default_dtype(torch.float32)
+        levels.cache_clear()
+
+
 def test_sums_that_saturate_are_noticed(monkeypatch):
     real = int8._product
     monkeypatch.setattr(int8, "_product", lambda *args: real(*args).clamp(max=2**15))

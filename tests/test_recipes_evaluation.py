@@ -221,6 +221,8 @@ def test_a_trained_run_is_not_trained_again(tiny, unevaluated):
     again = recipe(unevaluated, "train", "tiny", "smoe-2-2", **given)
     assert again.returncode == 0
     assert "runs/tiny/smoe-2-2 is trained already" in again.stdout
+    fewer = recipe(unevaluated, "train", "tiny", "smoe-2-2", "--max-update", "9", **given)
+    assert "runs/tiny/smoe-2-2 is trained already" in fewer.stdout
     further = recipe(unevaluated, "train", "tiny", "smoe-2-2", "--max-update", "61", **given)
     assert "update 61 of 61 | loss" in further.stdout
     flags = ("--lr", "0.02", "--max-update", "62")

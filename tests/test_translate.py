@@ -207,6 +207,15 @@ def test_what_cannot_be_used_is_named(folder, name):
     refused(run("smoe", "translate", *words, stdin="1 2\n", cwd=folder, check=False), name)
 
 
+@pytest.mark.parametrize("name", ["checkpoint_best.pt", "spm.model"])
+def test_an_output_that_is_no_text_is_not_replaced(folder, tmp_path, name):
+    copy = tmp_path / name
+    copy.write_bytes(before := (folder / "run" / name).read_bytes()[:1000])
+    words = ("smoe", "translate", "run", "--to", "fr", "--output", copy)
+    refused(run(*words, stdin="1 2\n", cwd=folder, check=False), f"--output {copy}")
+    assert copy.read_bytes() == before
+
+
 def test_a_text_in_place_of_a_run_is_told_where_it_goes(folder, tmp_path):
     (text := tmp_path / "text").write_text("1 2\n")
     result = run("smoe", "translate", "run", text, "--to", "fr", cwd=folder, check=False)

@@ -97,12 +97,16 @@ def requested_direction(model: BatchTranslator, args: Namespace) -> tuple[str, s
 
 def _model_path(path: str) -> str:
     """The type of ``RUN``: neither empty nor a file of text."""
-    if Path(filled(path)).is_file():
-        with open(path, "rb") as file:
-            start = file.read(100)
-        if start and b"\0" not in start and not start.startswith((b"PK", b"\x80")):
-            raise ArgumentTypeError(f"{path} is text, which is read from standard input: < {path}")
+    if Path(filled(path)).is_file() and _is_binary(path) is False:
+        raise ArgumentTypeError(f"{path} is text, which is read from standard input: < {path}")
     return path
+
+
+def _is_binary(path: str) -> bool | None:
+    """Whether a file is a checkpoint, an archive or a model of subwords; None if it is empty."""
+    with open(path, "rb") as file:
+        start = file.read(100)
+    return b"\0" in start or start.startswith((b"PK", b"\x80")) if start else None
 
 
 def add_translate_arguments(parser: ArgumentParser) -> None:
@@ -186,6 +190,8 @@ def _output(path: str | None) -> Iterator[TextIO]:
         return
     if Path(path).is_dir():
         raise UsageError(f"--output {path}: it is a folder; expected a file's name")
+    if Path(path).is_file() and _is_binary(path):  # by completion of a name: such as a checkpoint
+        raise UsageError(f"--output {path} exists and is not text: choose another name")
     with (
         whole_file(path, f"--output {path}") as partial,
         open(partial, "w", encoding="utf-8") as file,

@@ -42,8 +42,8 @@ def levels() -> int:
     ones_OI = torch.ones(16, 64, dtype=torch.int8)
     largest_NI = torch.full((STEP, 64), 255, dtype=torch.uint8)
     try:
-        zeros_O = torch.zeros(16, dtype=torch.int32)
-        y_NO = _product(largest_NI, 128, _packed(127 * ones_OI), torch.ones(16), zeros_O)
+        zeros_O, scale_O = torch.zeros(16, dtype=torch.int32), torch.ones(16, dtype=torch.float32)
+        y_NO = _product(largest_NI, 128, _packed(127 * ones_OI), scale_O, zeros_O)
     except (AttributeError, RuntimeError):
         return 0
     return 127 if bool((y_NO == 127 * 127 * 64).all()) else 63

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import math
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -166,7 +167,16 @@ def is_joined(folder: Path) -> bool:
 
 
 def _is_unfinished(saved: dict, flags: dict[str, str]) -> bool:
-    return saved.get(_TRAINED) != limits(flags)
+    """Whether a limit is larger than that of the training that has ended, or there is another one."""
+    trained, given = saved.get(_TRAINED), limits(flags)
+    if trained is None or trained.keys() != given.keys():
+        return True
+    return any(_number(given[name]) > _number(trained[name]) for name in given)
+
+
+def _number(limit: str) -> float:
+    number = float(limit) if is_number(limit) else 0
+    return number if number > 0 else math.inf  # 0: no limit
 
 
 def limits(flags: dict[str, str]) -> dict[str, str]:
