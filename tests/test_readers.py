@@ -239,6 +239,13 @@ def test_a_hash_that_leaves_a_split_empty_is_named(tmp_path, dataset):
     assert not (tmp_path / "raw").exists()
 
 
+def test_a_rule_that_leaves_nothing_to_train_on_is_named(tmp_path, dataset):
+    for split in ("train", "valid", "test"):
+        (tmp_path / f"{split}.en-ha.tsv").write_text("a b\tc d\n")
+    with pytest.raises(UsageError, match="train.en-ha.tsv.*clean.*overlap"):
+        gather(dataset(clean={"overlap": "drop"}), tmp_path, tmp_path / "raw")
+
+
 def test_what_is_left_out_of_training(tmp_path, dataset):
     rows = [
         *[("a b", "c d")] * 3,

@@ -267,7 +267,9 @@ def _copy(folder: Path, clean: Mapping[str, Any], unit: tuple) -> Counter:
             _refuse_empty(file, split, pair)
         named = " and ".join(map(str, files)) or "the source"
         kept = "no line with text on both sides is kept"
-        if section.hash_range and not counts["read"]:
+        if left_out := [name for name in counts if name not in ("read", "empty")]:
+            kept = f"`clean` leaves no line, by {' and '.join(left_out)}"
+        elif section.hash_range and not counts["read"]:
             kept = "`raw: {split: hash}` leaves an empty split, as sources repeat or lines are few"
         raise UsageError(f"{named}: {kept}: {pair} needs one to {split}")
     return counts
