@@ -59,7 +59,7 @@ def read_json(file: Path | str, form: Form = dict, advice: str = "") -> Any:
     """
     end = f"; {advice}" if advice else ""
     try:
-        content = json.loads(read_text(file))
+        content = json.loads(read_text(file).removeprefix("\ufeff"))  # of Windows' editors
     except (ValueError, RecursionError):
         raise UsageError(f"{file} is not valid JSON{end}") from None
     if message := fault(content, form):

@@ -62,3 +62,8 @@ def test_a_file_that_is_no_json_of_the_form(tmp_path, content):
     file.write_bytes(content)
     with pytest.raises(UsageError, match=f"^{file}"):
         read_json(file, {}, "delete it")
+
+
+def test_a_mark_of_a_windows_editor_is_passed_over(tmp_path):
+    (file := tmp_path / "scores.json").write_text('\ufeff{"a": 1}\r\n', "utf-8")
+    assert read_json(file, {"a": int}) == {"a": 1}
