@@ -251,6 +251,8 @@ def test_sets_that_are_not_whole(vanilla, tmp_path):
     assert "model-shared.pt is missing" in refusal(*ask)
     assert "none.pt is missing" in refusal("import", tmp_path / "none.pt", *ask[2:])
     assert "facebook/nllb-moe-54b: expected" in refusal("import", "facebook/nllb-moe-54b", *ask[2:])
+    (tmp_path / "[1]").touch()  # it is there
+    assert "(`hf download`)" not in refusal("import", tmp_path / "[1]", *ask[2:])
     (tmp_path / "away").rename(tmp_path / "model-shared.pt")
     assert f"--output: {last} " in refusal(*ask[:2], "--output", last, "--force")
     call(*ask)

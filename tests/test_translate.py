@@ -216,6 +216,12 @@ def test_an_output_that_is_no_text_is_not_replaced(folder, tmp_path, name):
     assert copy.read_bytes() == before
 
 
+def test_an_earlier_translation_is_replaced(folder, tmp_path):
+    (output := tmp_path / "text").write_text("PKW\n")  # which begins as an archive does
+    run("smoe", "translate", "run", "--to", "fr", "--output", output, stdin="1 2\n", cwd=folder)
+    assert output.read_text() != "PKW\n"
+
+
 def test_a_text_in_place_of_a_run_is_told_where_it_goes(folder, tmp_path):
     (text := tmp_path / "text").write_text("1 2\n")
     result = run("smoe", "translate", "run", text, "--to", "fr", cwd=folder, check=False)

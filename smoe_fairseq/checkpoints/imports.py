@@ -24,10 +24,10 @@ def run_import(args: Namespace) -> None:
     is_folder, contents = args.path.is_dir(), {}
     if args.path.suffix == ".safetensors" and not is_folder:
         raise UsageError(f"{args.path}: expected a checkpoint, or a whole folder for transformers")
-    if not args.path.suffix and not any(args.path.parent.glob(f"{args.path.name}*")):
-        raise UsageError(f"{args.path}: expected a file or folder of this machine (`hf download`)")
     inside = args.path.glob("*")
     read = [file for file in inside if file.is_file()] if is_folder else files_of(args.path)
+    if not (is_folder or args.path.suffix or read[0].exists()):
+        raise UsageError(f"{args.path}: expected a file or folder of this machine (`hf download`)")
     check_output(read, [args.output], args.force)
     with quietly(), naming_file(args.path, "its content"):
         if is_folder:

@@ -58,8 +58,10 @@ def parse_flags(program: str, words: Sequence[str]) -> DictConfig:
 
 
 # Flags of fairseq-generate that the recipe for evaluation sets.
-RECIPE_FLAGS = {"path", "results-path", "gen-subset", "source-lang", "target-lang"}
-RECIPE_FLAGS |= {"langs", "lang-pairs", "num-shards", "shard-id"}
+RECIPE_FLAGS = {
+    *("path", "results-path", "gen-subset", "num-shards", "shard-id"),
+    *("source-lang", "target-lang", "langs", "lang-pairs"),
+}
 _OTHER_NAMES = {
     **{"-a": "--arch", "-s": "--source-lang", "-t": "--target-lang"},
     **{"--max-sentences": "--batch-size", "--learning-rate": "--lr"},

@@ -97,16 +97,16 @@ def requested_direction(model: BatchTranslator, args: Namespace) -> tuple[str, s
 
 def _model_path(path: str) -> str:
     """The type of ``RUN``: neither empty nor a file of text."""
-    if Path(filled(path)).is_file() and _is_binary(path) is False:
+    file = Path(filled(path))
+    if file.is_file() and file.stat().st_size and not _is_binary(path):
         raise ArgumentTypeError(f"{path} is text, which is read from standard input: < {path}")
     return path
 
 
-def _is_binary(path: str) -> bool | None:
-    """Whether a file is a checkpoint, an archive or a model of subwords; None if it is empty."""
+def _is_binary(path: str) -> bool:
+    """Whether a file is a checkpoint, an archive or a model of subwords."""
     with open(path, "rb") as file:
-        start = file.read(100)
-    return b"\0" in start or start.startswith((b"PK", b"\x80")) if start else None
+        return b"\0" in file.read(100)
 
 
 def add_translate_arguments(parser: ArgumentParser) -> None:

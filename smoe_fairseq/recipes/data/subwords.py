@@ -160,10 +160,10 @@ def learn_from(
             failed = f"sentencepiece cannot learn from {raw} with {shlex.join(flags)}"
             reason = re.sub(r"\w+: (src/\S+ \[.*?\] )?", "", str(error), count=1)  # its source line
             raise UsageError(f"{failed}: {reason or error}") from None
-    processor = sentencepiece.SentencePieceProcessor(model_proto=model.getvalue())
-    pieces = [processor.id_to_piece(i) for i in range(processor.get_piece_size())]
     # The model notes the path of its rules: the same text gives the same file.
     proto = model.getvalue().replace(folder.encode(), b"-" * len(folder.encode()))
+    processor = sentencepiece.SentencePieceProcessor(model_proto=proto)
+    pieces = [processor.id_to_piece(i) for i in range(processor.get_piece_size())]
     # fairseq's format is a piece and its count per line; it uses the counts only for sorting.
     dictionary = "".join(f"{piece} 1\n" for piece in pieces[_SPECIAL_PIECES:])
     written = [output / "dict.txt", output / "spm.model"]

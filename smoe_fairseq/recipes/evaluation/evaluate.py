@@ -246,13 +246,13 @@ def evaluate(dataset: Dataset, method: str, flags: Sequence[str], checkpoint: st
 def plan(dataset: Dataset, method: str, flags: Sequence[str], which: str) -> Evaluation:
     """The evaluation of a method's run with the seed ``SEED``; ``which`` is the checkpoint."""
     method_flags(method, dataset)  # raises for an unknown method
-    for flag in {f"--{name}" for name in RECIPE_FLAGS} & flag_values(flags).keys():
+    given = flag_values([*arguments(dataset.generate), *flags])
+    for flag in {f"--{name}" for name in RECIPE_FLAGS} & given.keys():
         raise UsageError(
             f"{flag} is set by the recipe; `smoe translate` takes any text and checkpoint"
         )
-    joined = flag_values([*arguments(dataset.generate), *flags])
     for flag in ("--remove-bpe", "--post-process"):
-        if (value := joined.get(flag, "sentencepiece")) != "sentencepiece":
+        if (value := given.get(flag, "sentencepiece")) != "sentencepiece":
             raise UsageError(f"{flag} {value}: expected sentencepiece, as words are scored")
     folders = Folders(dataset.name)
     folder = folders.run(run_name(dataset, method))
