@@ -204,6 +204,38 @@ def test_a_command_that_has_ended_does_not_hold_up_the_end(monkeypatch):
     assert signal.SIGINT in sent and signal.SIGKILL not in sent
 
 
+SLEEPS = """
+import os
+from smoe_fairseq.recipes.processes import ProcessGroups
+with ProcessGroups() as groups:
+    command = groups.start(["sleep", "600"], os.environ)
+    print(command.pid, flush=True)
+    command.wait()
+"""
+
+
+def test_a_command_is_stopped_and_continued_with_its_recipe():
+    """Ctrl-Z reaches the recipe alone, as its commands are in process groups of their own."""
+    with subprocess.Popen(
+        [sys.executable, "-c", SLEEPS], stdout=subprocess.PIPE, text=True
+    ) as ours:
+        command = int(ours.stdout.readline())
+        try:
+            ours.send_signal(signal.SIGTSTP)
+            wait_for(lambda: {state(ours.pid), state(command)} == {"T"}, ours)
+            ours.send_signal(signal.SIGCONT)
+            wait_for(lambda: "T" not in {state(ours.pid), state(command)}, ours)
+        finally:
+            ours.send_signal(signal.SIGCONT)
+            ours.terminate()
+    assert ours.returncode == 128 + signal.SIGTERM
+
+
+def state(pid: int) -> str:
+    """A process's state, such as T (stopped)."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+
 RANKS = """if [ "$RANK" = 1 ]; then {}; fi; exec sleep 600"""
 
 

@@ -26,10 +26,11 @@ from smoe_fairseq.recipes.study.statements import (
 )
 
 
-def result(method: str, seed: int, loss: float, points: float = 10.0, machine: str = "m"):
+def result(method: str, seed: int, loss: float, points: float = 10.0, machine="m", torch="2.13"):
     score = Score(points, "s", 1, 1.0, {"chrF++": (points, "s")})
     curve = [{"validation_nll": loss, "training_nll": None, "update": 1}]
-    return Result(f"{method}.seed-{seed}", {"en-de": score}, curve, {"machine": machine})
+    about = {"machine": machine, "versions": {"torch": torch}}
+    return Result(f"{method}.seed-{seed}", {"en-de": score}, curve, about)
 
 
 def systems(**losses: list[float]) -> dict[str, list[Result]]:
@@ -81,13 +82,14 @@ def test_many_statements_take_more_evidence():
     assert verdicts([edge] * 5, 1) == [OPEN] * 5
 
 
-def test_seeds_of_two_machines_and_diverged_runs_are_left_out():
-    runs = systems(moe=[3.0, 3.0, 3.0, 3.0], dense=[3.5, math.nan, 3.5, 3.5])
+def test_seeds_trained_differently_and_diverged_runs_are_left_out():
+    runs = systems(moe=[3.0, 3.0, 3.0, 3.0, 3.0], dense=[3.5, math.nan, 3.5, 3.5, 3.5])
     runs["dense"][2] = result("dense", 2, 9.0, machine="another")
+    runs["dense"][4] = result("dense", 4, 9.0, torch="2.11")
     found = difference(runs, Statement("", "dense", "moe"), MEASURES["loss"])
     assert found.by_seed == {0: 0.5, 3: 0.5}
     grid = table([Statement("", "dense", "moe")], runs, {})
-    assert "dense and moe (2)" in grid.notes[-2] and "dense.seed-1" in grid.notes[-1]
+    assert "dense and moe (2, 4)" in grid.notes[-2] and "dense.seed-1" in grid.notes[-1]
 
 
 def test_the_table_and_the_picture():

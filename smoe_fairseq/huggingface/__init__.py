@@ -9,7 +9,8 @@ import transformers
 from packaging.version import Version
 from transformers import AutoConfig, AutoModelForSeq2SeqLM, AutoTokenizer
 
-from smoe_fairseq.huggingface.model import SMoEConfig, SMoEForConditionalGeneration
+from smoe_fairseq.huggingface.config import SMoEConfig
+from smoe_fairseq.huggingface.model import SMoEForConditionalGeneration
 from smoe_fairseq.huggingface.tokenizer import SMoETokenizer
 
 TESTED = ("5.0", "6")  # the first is included, the second is not

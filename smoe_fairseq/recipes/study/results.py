@@ -248,6 +248,11 @@ class Result:
         return self.about["machine"]
 
     @property
+    def arithmetic(self) -> tuple[str, str | None]:
+        """The machine and its version of torch, which decide how results are rounded."""
+        return self.machine, self.about.get("versions", {}).get("torch")
+
+    @property
     def bleu(self) -> float:
         """The mean over the directions."""
         return scores.mean_bleu(self.scores)

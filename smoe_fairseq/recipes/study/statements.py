@@ -106,11 +106,11 @@ def pairs(systems: Systems, statement: Statement) -> dict[int | None, tuple[Resu
 
 
 def difference(systems: Systems, statement: Statement, measure: Measure) -> Difference:
-    """The difference over the seeds with finite losses that one machine trained for both systems."""
+    """The difference over the seeds with finite losses that one machine, with one torch, trained for both."""
     diff = {
         seed: measure.of(one) - measure.of(other)
         for seed, (one, other) in pairs(systems, statement).items()
-        if one.machine == other.machine and not (one.diverged or other.diverged)
+        if one.arithmetic == other.arithmetic and not (one.diverged or other.diverged)
     }
     finite = {seed: value for seed, value in diff.items() if math.isfinite(value)}
     return Difference(finite, measure.margin)
@@ -178,8 +178,8 @@ def statements_table(
     shown = ", ".join(f"{m.margin:g} {m.unit} ({name})" for name, m in measures.items())
     notes = [
         "- **Differences** are the first system less the second, the mean over the seeds in which one "
-        "machine trained both, with the 95 percent t interval. A lower loss is better. FLOPs: how much more "
-        "a token costs with the first.",
+        "machine trained both, with the 95 percent t interval, which is not corrected for the number of "
+        "statements. A lower loss is better. FLOPs: how much more a token costs with the first.",
         f"- **Verdicts**: *equal within the margin* if two one-sided t-tests show it (margins: {shown}), "
         "otherwise *ahead* or *behind* if a two-sided t-test shows that the difference is not zero, "
         "otherwise *open*. Both tests are corrected over the statements by Holm's method, at a level of "
@@ -190,17 +190,17 @@ def statements_table(
 
 
 def _left_out(statements: Iterable[Statement], systems: Systems) -> list[str]:
-    """Notes on seeds that two machines trained, runs that diverged, and runs of different lengths."""
+    """Notes on seeds that were not trained alike, runs that diverged, and runs of different lengths."""
     pairs_left_out, lengths = [], []
     for s in statements:
         both = pairs(systems, s).items()
-        seeds = [seed for seed, (a, b) in both if a.machine != b.machine]
+        seeds = [seed for seed, (a, b) in both if a.arithmetic != b.arithmetic]
         names = ", ".join("the first" if seed is None else str(seed) for seed in seeds)
         pairs_left_out += [f"{s.first} and {s.second} ({names})"] if seeds else []
         updates = [(a.about.get("updates"), b.about.get("updates")) for _, (a, b) in both]
         if different := next((pair for pair in updates if pair[0] != pair[1]), None):
             lengths.append(f"{s.first} {different[0]:,} and {s.second} {different[1]:,}")
-    start = "- **Seeds left out**, since two machines trained the systems"
+    start = "- **Seeds left out**, since two machines, or versions of torch, trained the systems"
     notes = [f"{start}: {'; '.join(pairs_left_out)}."] if pairs_left_out else []
     if diverged := [r.name for results in systems.values() for r in results if r.diverged]:
         notes.append(
