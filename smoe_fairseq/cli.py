@@ -31,7 +31,7 @@ COMMANDS = {
         "list the target tokens that each source token may need, to speed up translation",
     ),
     "serve": (
-        "smoe_fairseq.serve.app",
+        "smoe_fairseq.serve.server",
         "serve a trained model over HTTP: a web page, and JSON for programs",
     ),
     "consolidate": (

@@ -61,7 +61,7 @@ def _show(dataset: Dataset, method: str) -> None:
 
 def _serve(folder: Path) -> str:
     """The command that serves the page, with the path of this environment's ``smoe``."""
-    from smoe_fairseq.serve.app import PORT
+    from smoe_fairseq.serve.server import PORT
 
     smoe = Path(sysconfig.get_path("scripts")) / "smoe"
     if smoe.is_relative_to(Path.cwd()):

@@ -16,13 +16,8 @@ from smoe_fairseq.analysis.sentence import SentenceSide, StopFinder
 from smoe_fairseq.errors import UsageError, quietly
 from smoe_fairseq.forms import Number, fault
 from smoe_fairseq.models.transformer import moe_blocks
-from smoe_fairseq.translate.translator import (
-    BatchTranslator,
-    Options,
-    Readout,
-    Translation,
-    check_texts,
-)
+from smoe_fairseq.translate.readout import Readout, Translation
+from smoe_fairseq.translate.translator import BatchTranslator, Options, check_texts
 
 MAX_BEAM = 20
 MAX_TEXTS = 64

@@ -45,14 +45,9 @@ def _decoded(line: bytes, number: int) -> str:
 with quietly():
     from smoe_fairseq.models.transformer import SMoETransformerModel
     from smoe_fairseq.translate.int8 import INT8_HELP
+    from smoe_fairseq.translate.readout import Translation
     from smoe_fairseq.translate.shortlist import SHORTLIST_HELP, direction_of
-    from smoe_fairseq.translate.translator import (
-        MAX_TOKENS,
-        BatchTranslator,
-        Options,
-        Translation,
-        device_of,
-    )
+    from smoe_fairseq.translate.translator import MAX_TOKENS, BatchTranslator, Options, device_of
 
 
 _LINE_ENDS = "[\x85\u2028\u2029]"  # of some programs, in addition to those that JSON escapes
