@@ -136,7 +136,7 @@ def run_cost(args: Namespace) -> None:
     if args.context < 0:
         raise UsageError(f"--context {args.context}: expected a number of positions, 0 or more")
     if args.data and not args.path:
-        raise UsageError(f"{args.data}: DATA goes with --path CHECKPOINT")
+        raise UsageError(f"{args.data}: expected --path CHECKPOINT with DATA")
     measured, processes, fitting = None, {}, {}
     usual = {
         "world_size": None,
@@ -147,7 +147,7 @@ def run_cost(args: Namespace) -> None:
     with quietly():
         for name, value in usual.items() if args.paper or args.path else ():
             if getattr(args, name, value) != value:
-                raise UsageError(f"{flag_of(name)} does not go with --paper or --path")
+                raise UsageError(f"{flag_of(name)} has no effect with --paper or --path")
         if args.paper:
             return _print_paper(compare(args.paper, args.context), args)
         if args.path:
