@@ -4,6 +4,7 @@ import json
 import re
 
 import pytest
+from sampling import soak
 from test_lock import SMALL
 
 FLAGS = """--moe-freq 1 --smoe-strata 2-2 --encoder-layerdrop 0.7 --decoder-layerdrop 0.7
@@ -11,7 +12,7 @@ FLAGS = """--moe-freq 1 --smoe-strata 2-2 --encoder-layerdrop 0.7 --decoder-laye
     --log-interval 1 --log-format json""".split()
 
 
-@pytest.mark.parametrize("backend", ["legacy_ddp", "pytorch_ddp"])
+@pytest.mark.parametrize("backend", [soak("legacy_ddp"), "pytorch_ddp"])
 def test_layer_drop_over_processes(ranks, small_corpus, tmp_path, backend):
     small = [flag for flag in SMALL if flag != "--disable-validation"]
     more = ["--ddp-backend", backend, "--save-dir", tmp_path / "run"]  # with gloo, as --cpu implies

@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor, wait
 import pytest
 from commands import touch_binarised
 from ranks import free_port
+from sampling import soak
 
 from smoe_fairseq.errors import UsageError
 from smoe_fairseq.recipes.config import load_dataset
@@ -122,7 +123,7 @@ def test_ranks_wait_for_one_another():
         assert all(each.result(60) is not None for each in given)
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [soak(0), 1])
 def test_a_rank_that_does_not_come_is_named(monkeypatch, caplog, rank):
     monkeypatch.setattr(launch, "REPORT_SECONDS", 0.3)
     monkeypatch.setattr(launch, "TIMEOUT_SECONDS", 1)

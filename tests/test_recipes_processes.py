@@ -13,6 +13,7 @@ import pytest
 import torch
 from commands import bash_functions, bash_torchrun, refused, run
 from ranks import free_port
+from sampling import soak
 from test_lock import holder
 from test_recipes import ROOT, commands, recipe, tiny_place, value
 from test_several_processes import LAST, assert_same_bits, content
@@ -240,7 +241,7 @@ RANKS = """if [ "$RANK" = 1 ]; then {}; fi; exec sleep 600"""
 
 
 @pytest.mark.parametrize(
-    "does, named", [("kill -9 $BASHPID", ("rank 1", "SIGKILL")), ("exit 3", ())]
+    "does, named", [("kill -9 $BASHPID", ("rank 1", "SIGKILL")), soak("exit 3", ())]
 )
 def test_a_rank_that_is_killed_is_named_in_one_sentence(machine, does, named):
     """One that ends by itself has said why."""

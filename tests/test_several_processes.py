@@ -54,7 +54,7 @@ CASES = [
     soak(2, "smoe", "pytorch_ddp"),
     soak(4, "smoe", "legacy_ddp"),
     soak(2, "stock", "pytorch_ddp"),
-    (2, "stock", "legacy_ddp"),
+    soak(2, "stock", "legacy_ddp"),
     soak(4, "stock", "pytorch_ddp"),
 ]
 
@@ -113,7 +113,7 @@ def test_validation(ranks, small_corpus, tmp_path, model, size):
     assert validated(ranks.train(tmp_path / "logs", 2, *command, **given)) == validated(alone)
 
 
-@pytest.mark.parametrize("model", ["smoe", "stock", soak("sharded")])
+@pytest.mark.parametrize("model", ["smoe", soak("stock"), soak("sharded")])
 def test_every_batch_counts_where_another_process_has_one_more(
     ranks, small_corpus, tmp_path, model
 ):

@@ -68,7 +68,7 @@ VIRTUAL = "--task translation_multi_simple_epoch --langs src,tgt --lang-pairs sr
 
 @pytest.mark.parametrize(
     "flags",
-    [soak([]), ["--update-freq", "2"], VIRTUAL.split()],
+    [soak([]), soak(["--update-freq", "2"]), VIRTUAL.split()],
     ids=["plain", "accumulated", "virtual epochs"],
 )
 def test_resuming_equals_never_having_stopped(small_corpus, tmp_path, flags):
