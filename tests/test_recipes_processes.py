@@ -17,7 +17,7 @@ from sampling import soak
 from test_lock import holder
 from test_recipes import ROOT, commands, recipe, tiny_place, value
 from test_several_processes import LAST, assert_same_bits, content
-from test_signals import wait_for
+from test_signals import state, wait_for
 
 from smoe_fairseq import files
 from smoe_fairseq.errors import UsageError
@@ -230,11 +230,6 @@ def test_a_command_is_stopped_and_continued_with_its_recipe():
             ours.send_signal(signal.SIGCONT)
             ours.terminate()
     assert ours.returncode == 128 + signal.SIGTERM
-
-
-def state(pid: int) -> str:
-    """A process's state, such as T (stopped)."""
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
 
 
 RANKS = """if [ "$RANK" = 1 ]; then {}; fi; exec sleep 600"""

@@ -27,10 +27,15 @@ wait
 """
 
 
+def state(pid: int) -> str:
+    """A process's state, such as T (stopped)."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0]
+
+
 def ended(pid: int) -> bool:
     """A process that nobody has asked for its status is still listed, as a zombie."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].startswith("Z")
+        return state(pid) == "Z"
     except FileNotFoundError:
         return True
 

@@ -1,7 +1,7 @@
 """Encoder and decoder of the models for Hugging Face.
 
 The parameters have fairseq's names. Shapes: B sentences, S source and T target positions, D embedding,
-H heads, V entries of the target dictionary.
+H heads.
 """
 
 import math

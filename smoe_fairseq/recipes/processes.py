@@ -156,10 +156,11 @@ class ProcessGroups:
 
     def __enter__(self):
         # Ignored signals (nohup, a shell's background jobs) stay ignored, in the commands too.
-        before = {number: signal.getsignal(number) for number in (*ENDING, signal.SIGTSTP)}
+        handlers = dict.fromkeys(ENDING, self._pass_on) | {signal.SIGTSTP: self._suspend}
+        before = {number: signal.getsignal(number) for number in handlers}
         self.before = {n: action for n, action in before.items() if action is not signal.SIG_IGN}
         for number in self.before:
-            signal.signal(number, self._suspend if number == signal.SIGTSTP else self._pass_on)
+            signal.signal(number, handlers[number])
         return self
 
     def __exit__(self, error, *_):

@@ -187,9 +187,8 @@ class Readout:
     ) -> None:
         """Fill in the requested capacity of each source's tokens, and of those of its hypotheses."""
         (model,) = self.models
-        for n in range(
-            max(map(len, results))
-        ):  # all first hypotheses at once, then all second ones
+        # All first hypotheses at once, then all second ones.
+        for n in range(max(map(len, results))):
             rows = [b for b, hypotheses in enumerate(results) if n < len(hypotheses)]
             ids = [results[b][n]["tokens"] for b in rows]
             inputs = [torch.cat([i.new_tensor([self.first]), i[:-1]]) for i in ids]

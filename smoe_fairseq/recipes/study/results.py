@@ -250,7 +250,7 @@ class Result:
     @property
     def arithmetic(self) -> tuple[str, str | None]:
         """The machine and its version of torch, which decide how results are rounded."""
-        return self.machine, self.about.get("versions", {}).get("torch")
+        return self.machine, self.about["versions"].get("torch")
 
     @property
     def bleu(self) -> float:
