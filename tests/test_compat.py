@@ -187,6 +187,18 @@ def test_fairseq_score_reads_files_on_any_sacrebleu(tmp_path):
         refused(run("fairseq-score", *given, fresh=fresh, check=False), "--sys and --ref")
 
 
+def test_a_buffer_that_fairseq_never_sets_is_zero(monkeypatch):
+    """And not what memory happens to hold, in a new model and in one that is loaded."""
+    import torch
+    from fairseq.modules import SinusoidalPositionalEmbedding
+
+    monkeypatch.setattr(torch, "FloatTensor", lambda size: torch.full((size,), torch.nan))
+    positions = SinusoidalPositionalEmbedding(8, 1)
+    assert positions._float_tensor.tolist() == [0]
+    positions.load_state_dict({"_float_tensor": torch.FloatTensor(1)})
+    assert positions._float_tensor.tolist() == [0]
+
+
 def test_a_data_class_of_a_plugin_may_hold_another():
     """fairseq's own tests have these; Python 3.11 refuses such a default."""
     program = """

@@ -51,7 +51,6 @@ from smoe_fairseq.modules import StratifiedMoE
 ROOT = Path(__file__).parents[1]
 GOLDEN = Path(__file__).with_name("golden")
 TEXT = GOLDEN / "text"  # raw text with its dictionaries, as fairseq's --dataset-impl raw reads it
-UNINITIALISED = "_float_tensor"  # which fairseq saves without ever setting it
 CRITERION = "smoe_label_smoothed_cross_entropy"
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 
@@ -137,8 +136,7 @@ def fingerprint(tensor: torch.Tensor) -> float:
 
 def described(name: str, value: torch.Tensor) -> str:
     """Shape and `fingerprint` of a tensor of a state dict."""
-    known = 0.0 if name.endswith(UNINITIALISED) else fingerprint(value)
-    return f"{'x'.join(map(str, value.shape))} {known}"
+    return f"{'x'.join(map(str, value.shape))} {fingerprint(value)}"
 
 
 def random_numbers() -> list[float]:
@@ -154,7 +152,7 @@ def random_numbers() -> list[float]:
 def fill(module: torch.nn.Module) -> None:
     """Sets all weights, by the names that they have in the state dict, to numbers that differ clearly."""
     for name, value in module.state_dict().items():
-        if value.is_floating_point() and not name.endswith(UNINITIALISED):
+        if value.is_floating_point():
             generator = np.random.RandomState(zlib.crc32(name.encode()))
             value.copy_(torch.from_numpy(generator.standard_normal(tuple(value.shape)) * 0.7))
         elif name.endswith("bias.steps"):

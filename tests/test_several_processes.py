@@ -22,9 +22,9 @@ def stock(data, save_dir, *more) -> list:
 
 
 def content(folder) -> dict:
-    """Of the checkpoint, without what nothing computes with: a buffer never set, copies of weights."""
+    """Of the checkpoint, without copies of weights that nothing computes with."""
     state = torch.load(folder / LAST, weights_only=True)
-    unused = ("_float_tensor", *STOCK_LAYER_COPIES)
+    unused = tuple(STOCK_LAYER_COPIES)
     return {**state, "model": {n: t for n, t in state["model"].items() if not n.endswith(unused)}}
 
 

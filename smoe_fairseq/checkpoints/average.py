@@ -53,7 +53,7 @@ def average(paths: Sequence[Path]) -> dict:
         _add(sums, owners, path, state["model"])
     last = state["model"]
     means = {
-        name: _mean(name, sums.pop(name), len(paths), last[name])
+        name: _mean(sums.pop(name), len(paths), last[name])
         for name, owner in owners.items()
         if owner == name
     }
@@ -89,8 +89,8 @@ def _add(sums: dict, owners: dict, path: Path, model: Mapping) -> None:
         sums[name] = sums[name].add_(summand) if name in sums else summand
 
 
-def _mean(name: str, total: Tensor, count: int, like: Tensor) -> Tensor:
-    if name.endswith(sets.UNSET) or not like.is_floating_point():
+def _mean(total: Tensor, count: int, like: Tensor) -> Tensor:
+    if not like.is_floating_point():
         return like
     return (total / count).to(torch.promote_types(like.dtype, torch.float32))
 

@@ -328,6 +328,23 @@ def avoid_fast_path(original, layer, *arguments):
     layer.load_to_BT = False  # fairseq's switch, which loading turns on
 
 
+# Sets a buffer that fairseq saves without ever setting it.
+#
+# For fairseq 0.12.2 on any Python. It holds whatever was in memory, at times NaN, so two runs with the same
+# seed had different checkpoints. Loading a checkpoint fills it so again.
+
+_POSITIONS = "fairseq.modules.sinusoidal_positional_embedding:SinusoidalPositionalEmbedding"
+
+
+@patches("fairseq.modules.adaptive_input:AdaptiveInput.__init__")
+@patches("fairseq.modules.adaptive_softmax:TiedHeadModule.__init__")
+@patches(f"{_POSITIONS}.__init__")
+@patches(f"{_POSITIONS}._load_from_state_dict")
+def set_float_tensor(original, module, *arguments, **options):
+    original(module, *arguments, **options)
+    module._float_tensor.zero_()
+
+
 # Leaves the routing metrics of each block and stratum out of the console's lines.
 #
 # For fairseq 0.12.2 on any Python. Its progress bars print every metric, and a large model has a hundred of
