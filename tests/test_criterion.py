@@ -13,6 +13,7 @@ from test_model import PAD, make_model, make_task, tiny
 from smoe_fairseq.criterions.metrics import routing_sums
 from smoe_fairseq.criterions.smoe_label_smoothed_cross_entropy import (
     LabelSmoothedNLL,
+    SMoELabelSmoothedCrossEntropyCriterionConfig,
     cmr_budget_loss,
 )
 from smoe_fairseq.models.transformer import moe_blocks
@@ -21,10 +22,15 @@ from smoe_fairseq.modules import StratifiedMoE
 ALPHA, EPSILON = 0.5, 0.1
 
 
-def make_criterion():
-    return CRITERION_REGISTRY["smoe_label_smoothed_cross_entropy"](
-        make_task(), sentence_avg=False, label_smoothing=EPSILON, moe_gate_loss_wt=ALPHA
-    )
+def make_criterion(**options):
+    given = {
+        "sentence_avg": False,
+        "label_smoothing": EPSILON,
+        "moe_gate_loss_wt": ALPHA,
+        **options,
+    }
+    cfg = SMoELabelSmoothedCrossEntropyCriterionConfig(**given)
+    return CRITERION_REGISTRY["smoe_label_smoothed_cross_entropy"].build_criterion(cfg, make_task())
 
 
 def make_sample(sentences, length, seed):
@@ -184,12 +190,9 @@ def test_cmr_budget_is_of_each_batch_and_layer():
 
 def test_cmr_and_z_loss_are_logged_and_added_to_the_loss():
     model, sample = cmr_model().eval(), make_sample(3, 6, seed=1)
-    without = CRITERION_REGISTRY["smoe_label_smoothed_cross_entropy"](
-        make_task(), False, EPSILON, cmr_gate_loss_wt=0.0
-    )
-    criterion = CRITERION_REGISTRY["smoe_label_smoothed_cross_entropy"](
-        make_task(), False, EPSILON, moe_z_loss_wt=0.3, cmr_gate_loss_wt=0.2, cmr_gate_loss_p=0.8
-    )
+    without = make_criterion(moe_gate_loss_wt=0.01, cmr_gate_loss_wt=0.0)
+    weights = dict(moe_gate_loss_wt=0.01, moe_z_loss_wt=0.3, cmr_gate_loss_wt=0.2)
+    criterion = make_criterion(**weights, cmr_gate_loss_p=0.8)
     plain, size, _ = without(model, sample)
     loss, _, log = criterion(model, sample)
     got = logged([log])

@@ -2,11 +2,9 @@
 
 import pytest
 import torch
-from test_model import make_model, make_task, sentence_against, tiny
+from test_criterion import make_criterion
+from test_model import make_model, sentence_against, tiny
 
-from smoe_fairseq.criterions.smoe_label_smoothed_cross_entropy import (
-    SMoELabelSmoothedCrossEntropyCriterion,
-)
 from smoe_fairseq.errors import UsageError
 from smoe_fairseq.modules import StratifiedMoE
 
@@ -141,9 +139,7 @@ def test_a_flag_of_a_language_model_is_named(flags):
 )
 def test_a_weight_that_makes_no_loss_is_named(weights):
     with pytest.raises(UsageError) as error:
-        SMoELabelSmoothedCrossEntropyCriterion(
-            make_task(), False, **{"label_smoothing": 0.1, **weights}
-        )
+        make_criterion(**weights)
     (name,) = weights
     assert f"--{name.replace('_', '-')} " in str(error.value) and "\n" not in str(error.value)
 

@@ -185,7 +185,7 @@ class SMoELabelSmoothedCrossEntropyCriterionConfig(LabelSmoothedCrossEntropyCrit
     )
 
 
-# Ranges of the options.
+# Ranges of the options, each of which is an attribute of the criterion, too.
 _WEIGHTS = ("moe_gate_loss_wt", "moe_z_loss_wt", "moe_entropy_loss_wt", "cmr_gate_loss_wt")
 _BOUNDS = {name: (0, math.inf) for name in (*_WEIGHTS, "smoe_capacity_budget_wt")}
 _BOUNDS |= {"cmr_gate_loss_p": (0, 1), "subword_sampling": (0, 1)}
@@ -204,37 +204,17 @@ class SMoELabelSmoothedCrossEntropyCriterion(LabelSmoothedCrossEntropyCriterion)
     means over the tokens of an update, for any ``--update-freq`` and number of ranks.
     """
 
-    def __init__(
-        self,
-        task,
-        sentence_avg,
-        label_smoothing,
-        ignore_prefix_size=0,
-        report_accuracy=False,
-        moe_gate_loss_wt=0.01,
-        moe_z_loss_wt=0.0,
-        moe_entropy_loss_wt=1e-4,
-        cmr_gate_loss_wt=0.1,
-        cmr_gate_loss_p=0.8,
-        smoe_capacity_budget_wt=0.1,
-        validate_sentences=0,
-        validate_beam=1,
-        subword_sampling=0.0,
-    ):
-        super().__init__(task, sentence_avg, label_smoothing, ignore_prefix_size, report_accuracy)
-        if not 0 <= label_smoothing < 1:
-            raise UsageError(f"--label-smoothing {label_smoothing}: expected 0 to below 1")
-        self.moe_gate_loss_wt, self.moe_z_loss_wt = moe_gate_loss_wt, moe_z_loss_wt
-        self.moe_entropy_loss_wt = moe_entropy_loss_wt
-        self.cmr_gate_loss_wt, self.cmr_gate_loss_p = cmr_gate_loss_wt, cmr_gate_loss_p
-        self.smoe_capacity_budget_wt = smoe_capacity_budget_wt
-        self.validate_sentences, self.validate_beam = validate_sentences, validate_beam
-        self.subword_sampling = subword_sampling
+    def __init__(self, cfg: SMoELabelSmoothedCrossEntropyCriterionConfig, task):
+        smoothing, accuracy = cfg.label_smoothing, cfg.report_accuracy
+        super().__init__(task, cfg.sentence_avg, smoothing, cfg.ignore_prefix_size, accuracy)
+        if not 0 <= smoothing < 1:
+            raise UsageError(f"--label-smoothing {smoothing}: expected 0 to below 1")
         for name, (least, most) in _BOUNDS.items():
-            value = getattr(self, name)
+            value = getattr(cfg, name)
             if not (least <= value <= most and math.isfinite(value)):
                 top = f" to {most}" if math.isfinite(most) else ""
                 raise UsageError(f"{flag_of(name)} {value}: expected a number from {least}{top}")
+            setattr(self, name, value)
         self.begin_update()
 
     def begin_update(self):
