@@ -20,6 +20,7 @@ from smoe_fairseq.flags import flag_of
 from smoe_fairseq.models.options import option
 from smoe_fairseq.models.transformer import SparseModel, moe_blocks
 from smoe_fairseq.modules import RoutingStats, StratifiedMoE
+from smoe_fairseq.modules.statistics import balance_loss
 
 
 class LabelSmoothedNLL(torch.autograd.Function):
@@ -95,21 +96,6 @@ def cmr_budget_loss(moe_stats: list[RoutingStats], p: float) -> Tensor:
 # not the block counts choices, since it sees each batch once, even with activation checkpointing.
 
 
-def balance_loss(choices_LE: Tensor, mean_probs_LE: Tensor, visible_L: Tensor) -> Tensor:
-    """``mean_L E sum_e f_e p_e``, a scalar (paper, eq. 8 and 11); f may count more batches than p.
-
-    With f over all batches of an update, experts may specialise in some of the batches (Qiu et al. 2025).
-
-    Args:
-        choices_LE: choices per expert, 0 for experts that a gate does not see; f is their fraction.
-        mean_probs_LE: p, the mean probability.
-        visible_L: number of experts that each gate sees.
-    """
-    choices_LE = choices_LE.to(mean_probs_LE.dtype)
-    fraction_LE = choices_LE / choices_LE.sum(1, keepdim=True).clamp(min=1)
-    return (visible_L * (fraction_LE * mean_probs_LE).sum(1)).mean()
-
-
 def update_balance_losses(
     choices: Tensor | None,
     blocks: list[StratifiedMoE],
@@ -118,7 +104,8 @@ def update_balance_losses(
 ) -> tuple[list[Tensor], Tensor]:
     """The balance loss of each layer that ran, with f over all batches of the update so far, on all ranks.
 
-    This is a collective call, which every rank has to make for each batch.
+    So experts may specialise in some of the batches (Qiu et al. 2025). This is a collective call, which every
+    rank has to make for each batch.
 
     Args:
         choices: of the update's earlier batches, ``(L, E + M)`` of every layer, concatenated.
@@ -141,7 +128,7 @@ def update_balance_losses(
             of_layer.view(len(block.strata), -1),
             stats.mean_probs,
             block.visible_of_gate + block.stats_builder.free_experts,
-        )
+        ).mean()
         for of_layer, (block, stats) in zip(so_far, pairs, strict=True)
         if stats is not None
     ]

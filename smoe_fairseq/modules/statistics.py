@@ -78,18 +78,6 @@ class Counts:
             return self.mean_probs_E
         return self.mean(routing.logits_TE[:, :num_experts].softmax(dim=-1))
 
-    def balance_loss(self, choices_E: Tensor) -> Tensor:
-        """``E * sum_e f_e p_e``: 1 when balanced, up to E when not, 0 without tokens (paper, eq. 8).
-
-        Args:
-            choices_E: counts of first choices ``(E,)`` or of all choices ``(E + M,)``; f are their fractions.
-        """
-        are_first = choices_E is self.first_choices_E
-        choices_E = choices_E.to(self.mean_probs_E.dtype)
-        # f (eq. 9)
-        fraction_E = choices_E / (self.num_tokens if are_first else choices_E.sum().clamp(min=1))
-        return len(self.mean_probs_E) * (fraction_E * self.mean_probs_E).sum()
-
     def entropy(self) -> Tensor:
         """Mean of ``-sum_e p_e log p_e`` over tokens: small if few experts share a token."""
         # Computed from the logits, since the gradient of p log p is not finite at 0.
@@ -101,6 +89,19 @@ class Counts:
         if self.routing.logits_TE is None:
             return self.mean_probs_E.new_zeros(())
         return self.mean(self.routing.logits_TE.logsumexp(dim=-1).square())
+
+
+def balance_loss(choices_E: Tensor, mean_probs_E: Tensor, experts: int | Tensor) -> Tensor:
+    """``E sum_e f_e p_e`` of each gate: 1 when balanced, up to E when not, 0 without tokens (paper, eq. 8).
+
+    Args:
+        choices_E: counts of first choices or of all choices, ``(..., E)``; f are their fractions (eq. 9).
+        mean_probs_E: p (eq. 10); f may count more batches.
+        experts: E; less than the columns if others are padding.
+    """
+    choices_E = choices_E.to(mean_probs_E.dtype)
+    fraction_E = choices_E / choices_E.sum(-1, keepdim=True).clamp(min=1)
+    return experts * (fraction_E * mean_probs_E).sum(-1)
 
 
 # A stratum's tokens as a mask and as rows, and their routing.
@@ -129,17 +130,18 @@ class StatsBuilder:
             dropped_TK = tokens.add(dropped_TK, self.pad_choices(routing.dropped_TK))
         counts = [Counts(routing) for routing in routings]
         balanced = first_choices = [each.first_choices_E for each in counts]
+        probs = [each.mean_probs_E for each in counts]
         asked = mean_probs = observed = None
         if self.free_experts:
             equal = self.config.null_experts, self.config.copy_experts
             balanced = [average_null(routing.all_choices_E, *equal) for routing in routings]
             asked = self._stack(balanced)
         if self.config.balance_over == "update":
-            mean_probs = self._stack([each.mean_probs_E for each in counts])
+            mean_probs = self._stack(probs)
         if self.num_observed:
             numbers = [routing.observed_N for routing in routings]
             observed = torch.stack([F.pad(n, (0, self.num_observed - len(n))) for n in numbers])
-        losses = [each.balance_loss(n_E) for each, n_E in zip(counts, balanced, strict=True)]
+        losses = [balance_loss(*each, len(each[0])) for each in zip(balanced, probs, strict=True)]
         return RoutingStats(
             balance_loss=_mean(losses),
             requested_capacity=requested_T.view(shape),
