@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Mapping
+from itertools import chain
 from typing import NamedTuple
 
 import torch
@@ -174,26 +175,19 @@ def log_block(name: str, strata: list[_Row]) -> None:
 def on_host(logs: list[Mapping]) -> list[dict]:
     """Replaces tensors by numbers and numpy arrays, in one transfer; integers are exact up to 2^53."""
     tensors = [value for log in logs for value in log.values() if torch.is_tensor(value)]
-    if not tensors:
-        return [dict(log) for log in logs]
-    # Join tensors of a type, then all of a device: fairseq with --cpu has its gradient norm on the GPU.
-    kinds = {(tensor.device, tensor.dtype): [] for tensor in tensors}
-    for tensor in tensors:
-        kinds[tensor.device, tensor.dtype].append(tensor)
-    joined = {kind: torch.cat([t.detach().flatten() for t in of]) for kind, of in kinds.items()}
-    flat = {
-        device: torch.cat([v.double() for (of, _), v in joined.items() if of == device])
-        .cpu()
-        .numpy()
-        for device in {tensor.device: None for tensor in tensors}
-    }
-    start, values = dict.fromkeys(flat, 0), {}
-    for (device, dtype), group in kinds.items():
-        for each in group:
-            first = start[device]
-            value = flat[device][first : first + each.numel()].reshape(tuple(each.shape))
-            start[device] += each.numel()
-            if not dtype.is_floating_point:
+    values = {}
+    # fairseq with --cpu has its gradient norm on the GPU.
+    for device in dict.fromkeys(tensor.device for tensor in tensors):
+        groups = {}  # by type, since torch joins tensors of one type faster
+        for tensor in tensors:
+            if tensor.device == device:
+                groups.setdefault(tensor.dtype, []).append(tensor)
+        joined = [torch.cat([t.detach().flatten() for t in group]) for group in groups.values()]
+        numbers = torch.cat([numbers_N.double() for numbers_N in joined]).cpu().numpy()
+        for tensor in chain(*groups.values()):
+            size = tensor.numel()
+            value, numbers = numbers[:size].reshape(tensor.shape), numbers[size:]
+            if not tensor.is_floating_point():
                 value = value.astype("int64")
-            values[id(each)] = value if each.dim() else value.item()
+            values[id(tensor)] = value if tensor.dim() else value.item()
     return [{key: values.get(id(value), value) for key, value in log.items()} for log in logs]
