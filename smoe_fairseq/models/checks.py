@@ -32,8 +32,8 @@ EXPERT_OPTIONS = [flag for name, flag in MoEConfig.flags().items() if name not i
 # Old checkpoints of dense models may have these, and options without the option that they depend on.
 ONCE_DENSE_OPTIONS = {"moe_eom", "moe_fom", "moe_gating_dropout", "moe_stacked"}
 DEPENDENT_OPTIONS = MoEConfig.dependent_options() | {
-    "moe_hash_table": ("moe_gate", "hash", "hash-topk"),
-    "moe_hash_seed": ("moe_gate", "hash", "hash-topk"),
+    name: ("moe_gate", ("hash", "hash-topk"), (getattr(MoEOptions, name),))
+    for name in ("moe_hash_table", "moe_hash_seed")
 }
 
 _loading = ContextVar("whether the options are a checkpoint's own", default=False)
@@ -210,12 +210,11 @@ def _check_effect(config: MoEOptions, has_experts: bool) -> None:
             )
     if config.cmr_gate_drop and not config.moe_cmr:
         raise ValueError(f"--cmr-gate-drop {config.cmr_gate_drop}: expected it with --moe-cmr")
-    for name, (other, *values) in () if _loading.get() else DEPENDENT_OPTIONS.items():
+    for name, (other, needed, accepted) in () if _loading.get() else DEPENDENT_OPTIONS.items():
         value = getattr(config, name)
-        harmless = map(str, (getattr(MoEOptions, name), *MoEConfig.harmless().get(name, ())))
-        if str(value) not in harmless and str(getattr(config, other)) not in values:
+        if str(value) not in map(str, accepted) and str(getattr(config, other)) not in needed:
             raise ValueError(
-                f"{flag_of(name)} {value}: expected it with {flag_of(other)} {' or '.join(values)}"
+                f"{flag_of(name)} {value}: expected it with {flag_of(other)} {' or '.join(needed)}"
             )
 
 

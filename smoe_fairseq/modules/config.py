@@ -326,20 +326,18 @@ class MoEConfig:
         return {name: flag for name, flag in flags.items() if flag}
 
     @classmethod
-    def dependent_options(cls) -> dict[str, tuple[str, ...]]:
-        """Maps the models' options that depend on another option to that option and the values needed."""
-        flags, needs = cls.flags(), {f.name: f.metadata["needs"] for f in fields(cls)}
-        needs = {name: values for name, values in needs.items() if values}
-        return {flags[name]: (flags[other], *values) for name, (other, *values) in needs.items()}
+    def dependent_options(cls) -> dict[str, tuple[str, tuple, tuple]]:
+        """Maps the models' options that depend on another option to three things.
 
-    @classmethod
-    def harmless(cls) -> dict[str, tuple]:
-        """Values of the models' options that are accepted where they have no effect."""
-        options = cls.__dataclass_fields__
-        return {
-            flag: (options[name].default, *options[name].metadata["harmless"])
-            for name, flag in cls.flags().items()
-        }
+        They are the other option, its values that are needed, and the values accepted without them.
+        """
+        flags, dependent = cls.flags(), [each for each in fields(cls) if each.metadata["needs"]]
+        result = {}
+        for each in dependent:
+            other, *needed = each.metadata["needs"]
+            accepted = each.default, *each.metadata["harmless"]
+            result[flags[each.name]] = flags[other], tuple(needed), accepted
+        return result
 
 
 def _contradiction(c: MoEConfig, strata: Strata) -> str | None:
@@ -429,12 +427,9 @@ def _contradiction(c: MoEConfig, strata: Strata) -> str | None:
             "{dropout_per} layer: with {norms} released there is no residual around the layer; expected "
             "stratum"
         )
-    if several and c.shared_experts:
-        return f"{{shared_experts}} {c.shared_experts}: {one}"
-    if several and c.residual:
-        return f"{{residual}}: {one}"
-    if several and c.cmr:
-        return f"{{cmr}}: {one}"
+    for name in ("shared_experts", "residual", "cmr"):
+        if several and getattr(c, name):
+            return f"{{{name}}}: {one}"
     if c.residual and c.cmr:
         return "{residual} with {cmr}: expected one of the two"
     return None
