@@ -19,6 +19,7 @@ from smoe_fairseq.huggingface.config import ACTIVATIONS, SMoEConfig
 from smoe_fairseq.modules import RoutingStats, StratifiedMoE
 from smoe_fairseq.modules.config import MoEConfig
 from smoe_fairseq.modules.gates import GATES
+from smoe_fairseq.modules.layer import may_have_padding
 
 
 @dataclass
@@ -368,8 +369,3 @@ class Decoder(Side):
             past_key_values=cache,
             **outputs,
         )
-
-
-def may_have_padding(padding_BT: Tensor) -> bool:
-    """Whether to apply the mask. Always True on a GPU, where reading the mask would wait for it."""
-    return padding_BT.device.type != "cpu" or bool(padding_BT.any())

@@ -31,7 +31,7 @@ from smoe_fairseq.models.options import DecoderOptions, MoEOptions, SMoETransfor
 from smoe_fairseq.modules import RoutingStats
 from smoe_fairseq.modules.experts import Experts
 from smoe_fairseq.modules.gates import GATES
-from smoe_fairseq.modules.layer import StratifiedMoE
+from smoe_fairseq.modules.layer import StratifiedMoE, may_have_padding
 from smoe_fairseq.modules.parallel import Placement
 
 
@@ -403,11 +403,6 @@ class SMoETransformerDecoder(_Layers, TransformerDecoderBase):
             ones = torch.ones(size, size, dtype=torch.bool, device=tensor.device)
             self._future_mask = ones.triu(1)
         return self._future_mask[:size, :size]
-
-
-def may_have_padding(padding_mask: Tensor) -> bool:
-    """Whether to apply the mask. Always True on a GPU, where reading the mask would wait for it."""
-    return padding_mask.device.type != "cpu" or bool(padding_mask.any())
 
 
 def _first(items: list | None):

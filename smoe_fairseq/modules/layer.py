@@ -280,6 +280,11 @@ class StratifiedMoE(nn.Module):
             gate.update(observed_N[: gate.num_observed])
 
 
+def may_have_padding(padding_mask: Tensor) -> bool:
+    """Whether to apply the mask. Always True on a GPU, where reading the mask would wait for it."""
+    return padding_mask.device.type != "cpu" or bool(padding_mask.any())
+
+
 class PaperNorms(nn.ModuleList):
     """Layer norms and residuals of a block: one layer norm for each stratum (paper, eq. 4 and 7).
 
