@@ -35,15 +35,15 @@ def _zstandard(path: Path) -> IO[bytes]:
     except ImportError:
         advice = "install zstandard to read it, as `pip install zstandard` does, or decompress it"
         raise UsageError(f"{path}: {advice}") from None
-    return io.BufferedReader(_Frames(path, zstandard.ZstdDecompressor()))
+    return io.BufferedReader(_Frames(path, zstandard))
 
 
 class _Frames(io.RawIOBase):
     """The content of a .zst file; unlike zstandard's own reader, it notices that a file is cut off."""
 
-    def __init__(self, path: Path, decompressor):
-        self.file, self.decompressor, self.frame = open(path, "rb"), decompressor, None
-        self.content = memoryview(b"")
+    def __init__(self, path: Path, zstandard):
+        self.zstandard, self.decompressor = zstandard, zstandard.ZstdDecompressor()
+        self.file, self.frame, self.content = open(path, "rb"), None, memoryview(b"")
 
     def readable(self) -> bool:
         return True
@@ -58,7 +58,10 @@ class _Frames(io.RawIOBase):
                 return 0
             if self.frame is None or self.frame.eof:
                 self.frame = self.decompressor.decompressobj()
-            self.content = memoryview(self.frame.decompress(data))
+            try:
+                self.content = memoryview(self.frame.decompress(data))
+            except self.zstandard.ZstdError as error:
+                raise OSError(str(error)) from None  # without errno, as bz2 does
         part, self.content = self.content[: len(buffer)], self.content[len(buffer) :]
         buffer[: len(part)] = part
         return len(part)
@@ -73,7 +76,6 @@ COMPRESSED: dict[str, Callable] = {
     **{".xz": lzma.open, ".bz2": bz2.open, ".zst": _zstandard},
 }
 
-_DAMAGE = (EOFError, OSError, zlib.error, lzma.LZMAError)
 _MAGIC = {".gz": b"\x1f\x8b", ".xz": b"\xfd7zXZ", ".bz2": b"BZh", ".zst": b"\x28\xb5\x2f\xfd"}
 
 
@@ -90,16 +92,9 @@ def opened(path: Path) -> Iterator[IO[bytes]]:
     try:
         with COMPRESSED.get(path.suffix, COMPRESSED[""])(path) as content:
             yield content
-    except Exception as error:
-        reason, of_file = getattr(error, "strerror", None), getattr(error, "filename", None)
-        if of_file is not None and Path(of_file) != path:
-            raise
-        # bz2 raises an OSError for damage, too.
-        if isinstance(error, OSError) and reason and path.suffix != ".bz2":
+    except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:
+        if reason := getattr(error, "strerror", None):  # the system's
             raise UsageError(f"{path} cannot be read: {reason}") from None
-        of_zstandard = type(error).__module__.partition(".")[0] in ("zstandard", "zstd")
-        if not (of_zstandard or isinstance(error, _DAMAGE)):
-            raise
         raise UsageError(f"{path} is damaged ({error}): delete it and get it again") from None
 
 
