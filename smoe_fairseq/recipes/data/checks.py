@@ -1,6 +1,7 @@
 """The table at the end of preparation: problems of each pair's text, and the settings that solve them."""
 
 import functools
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -30,7 +31,7 @@ class Row:
     """The numbers of one pair; `counts` are of training text unless their names say otherwise."""
 
     pair: str
-    counts: dict[str, int] = field(default_factory=dict)
+    counts: Counter
     leaked: dict[str, int] = field(default_factory=dict)  # test sentences in training, by side
     seen: set[tuple[str, str]] = field(default_factory=set)  # (language, sentence) of other tests
     bleu: float | None = None  # the maximum for the worse side; None without a test set
@@ -68,11 +69,9 @@ def _row(dataset: Dataset, folders: Folders, pair: str) -> Row:
     training, testing = (folders.texts(split, pair) for split in ("train", "test"))
     tested = all(file.exists() for file in testing.values())
     tests = list(readers.pairs(testing)) if tested else []
-    faults, row = Faults(tests), Row(pair)
-    left_out = _left_out(folders.raw.with_name(LEFT_OUT), pair)
-    counts = dict.fromkeys(
-        ("kept", "quoted", "empty", "repeated", "equal", "max-ratio", "max-words"), 0
-    )
+    faults, row = Faults(tests), Row(pair, _left_out(folders.raw.with_name(LEFT_OUT), pair))
+    counts = row.counts
+    counts["kept"] = 0  # counted below, since the text may have been edited
     others = set().union(*(_tests(folders, other) for other in dataset.pairs if other != pair))
     for source, target in readers.pairs(training):
         counts["kept"] += 1
@@ -80,18 +79,12 @@ def _row(dataset: Dataset, folders: Folders, pair: str) -> Row:
             s[:1] == s[-1:] == '"' and '""' in s[1:-1] for s in (source, target)
         )
         row.seen |= others & {(languages[0], source), (languages[1], target)}
-        for fault in faults.of(source, target):
-            if fault in counts:
-                counts[fault] += 1
-    counts["read"] = left_out.pop("read", counts["kept"])
-    for fault, number in left_out.items():
-        if fault != "kept":
-            counts[fault] = counts.get(fault, 0) + number
+        counts.update(faults.of(source, target))
+    counts.setdefault("read", counts["kept"])
     counts["marked tests"] = sum("\u2581" in source + target for source, target in tests)
     counts["empty tests"] = sum(not (source and target) for source, target in tests)
     row.leaked = {side: len(texts) for side, texts in faults.leaked.items()}
-    counts |= _binarised(dataset, folders.binary, pair)
-    row.counts = counts
+    counts.update(_binarised(dataset, folders.binary, pair))
     model = read_subwords(folders.binary / "spm.model")
     for language, text in zip(languages, zip(*tests)):
         bleu, chrf = reachable(model, [*text], tokenizer_of(dataset.sacrebleu, language))
@@ -100,10 +93,10 @@ def _row(dataset: Dataset, folders: Folders, pair: str) -> Row:
     return row
 
 
-def _left_out(file: Path, pair: str) -> dict[str, int]:
+def _left_out(file: Path, pair: str) -> Counter:
     with suppress(UsageError, KeyError):  # the text came from elsewhere, or from an earlier version
-        return read_json(file, {str: {str: int}})[pair]
-    return {}
+        return Counter(read_json(file, {str: {str: int}})[pair])
+    return Counter()
 
 
 def _binarised(dataset: Dataset, binary: Path, pair: str) -> dict[str, int]:
