@@ -178,7 +178,7 @@ def is_outdated(folder: Path) -> str:
         state = read_json(folder / "test" / FILE, {"checkpoint": str})["checkpoint"]
         name = state.split()[0]
         if number := re.fullmatch(r"checkpoint_average_(\d+)\.pt", name):
-            checkpoint, preparation = _averaged(folder, f"average:{number[1]}")
+            checkpoint, preparation = _averaged(folder, int(number[1]))
         else:
             checkpoint, preparation = _consolidated(folder / name)
         return name if preparation or _file_state(checkpoint) != state else ""
@@ -256,12 +256,12 @@ def plan(dataset: Dataset, method: str, flags: Sequence[str], which: str) -> Eva
             raise UsageError(f"{flag} {value}: expected sentencepiece, as words are scored")
     folders = Folders(dataset.name)
     folder = folders.run(run_name(dataset, method))
-    if which.startswith("average:"):
-        checkpoint, preparation = _averaged(folder, which)
-    elif which in ("best", "last"):
-        checkpoint, preparation = _consolidated(folder / f"checkpoint_{which}.pt")
+    if not (match := re.fullmatch(r"best|last|average:([1-9][0-9]*)", which)):
+        raise UsageError(f"--checkpoint {which}: expected best, last or average:N, as average:5")
+    if match[1]:
+        checkpoint, preparation = _averaged(folder, int(match[1]))
     else:
-        raise UsageError(f"--checkpoint {which}: expected best, last or average:N")
+        checkpoint, preparation = _consolidated(folder / f"checkpoint_{which}.pt")
     if not dry_run() and not preparation and not checkpoint.exists():
         seed = f" --seed {seed_of(dataset)}" * (folder.name != method)
         advice = f"run scripts/train.sh {dataset.name} {method}{seed}"
@@ -285,21 +285,18 @@ def _consolidated(parts: Path) -> tuple[Path, tuple[str, ...]]:
     return whole, () if _is_newer(whole, sharded) else preparation
 
 
-def _averaged(folder: Path, which: str) -> tuple[Path, tuple[str, ...]]:
+def _averaged(folder: Path, number: int) -> tuple[Path, tuple[str, ...]]:
     """The mean of the last checkpoints, and the commands that make it if necessary."""
-    number = which.partition(":")[2]
-    if not (number.isascii() and number.isdecimal() and int(number) > 0):
-        raise UsageError(f"--checkpoint {which}: expected average:N, such as average:5")
     saved = {}
     for name in (file.name for file in folder.glob("checkpoint*.pt")):
         if match := _SAVED.fullmatch(name):
             saved[f"{match[1]}.pt"] = int(match[2] or 0), int(match[3] or 0)
     by_update = [name for name in saved if saved[name][0]] or list(saved)
-    last = sorted(by_update, key=saved.get)[-int(number) :]
-    if len(last) < int(number):
+    last = sorted(by_update, key=saved.get)[-number:]
+    if len(last) < number:
         raise UsageError(
-            f"--checkpoint {which}: {folder} has {len(last)} checkpoints of updates or epochs: keep more "
-            "with --save-interval-updates and --keep-interval-updates of training"
+            f"--checkpoint average:{number}: {folder} has {len(last)} checkpoints of updates or epochs: "
+            "keep more with --save-interval-updates and --keep-interval-updates of training"
         )
     mean = folder / "averaged" / f"checkpoint_average_{number}.pt"
     parts = [folder / name for name in last]
