@@ -105,11 +105,9 @@ def download(remote: Remote, target: Path) -> None:
         try:
             _append_rest(remote, part)
             break
-        except urllib.error.HTTPError as error:
-            if error.code < 500 or attempt == ATTEMPTS:
-                raise
         except (OSError, http.client.HTTPException) as error:
-            if attempt == ATTEMPTS:
+            refused = isinstance(error, urllib.error.HTTPError) and error.code < 500
+            if refused or attempt == ATTEMPTS:
                 raise OSError(str(error)) from error
         print(f"{target.name}: interrupted, resuming", file=sys.stderr, flush=True)
     if fault := _fault(remote, part):
