@@ -73,11 +73,8 @@ def _files(folder: Path, pair: str, training_only: bool) -> Iterator[Path]:
     """The pair's files; fairseq looks for validation and test in the first shard only."""
     for split in SPLITS[:1] if training_only else SPLITS:
         files = [folder / f"{split}.{pair}.{language}" for language in pair.split("-")]
-        missing = [file for file in files if not file.is_file()]
-        if not missing:
+        if split != "test" or all(file.is_file() for file in files):
             yield from files
-        elif split != "test":
-            raise UsageError(f"{missing[0]} is missing: {pair} needs it to {split}")
 
 
 class Vocabulary(dict[str, int]):
