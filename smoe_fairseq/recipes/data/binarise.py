@@ -47,7 +47,7 @@ def binarise(
 
     Each shard gets ``{split}.{pair}.{language}.bin`` and ``.idx``, which serve both directions of a pair,
     and a copy of the dictionary for each language. The result does not depend on ``workers``. Raises
-    UsageError if a pair has no text to train or validate, or the dictionary is invalid.
+    OSError if a pair has no text to train or validate, and UsageError for an invalid dictionary.
     """
     files = {
         output / folder.relative_to(text) / file.name: file
