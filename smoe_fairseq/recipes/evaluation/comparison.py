@@ -189,8 +189,7 @@ class _System:
         self.metric, self.folder = metric, Folders(dataset.name).runs
         names = sorted((p.name for p in self.folder.glob("*") if p.is_dir()), key=run_order)
         runs = [run for run in names if name in (run, run_method(run))]
-        self.runs = {run: scores.read(self.folder / run) for run in runs}
-        self.runs = {run: result for run, result in self.runs.items() if result}
+        self.runs = {run: result for run in runs if (result := scores.read(self.folder / run))}
         if not self.runs:
             file, advice = self.folder / name / scores.FILE, f"evaluate.sh {dataset.name} {name}"
             raise UsageError(f"{file} is missing: run scripts/{advice} first")
