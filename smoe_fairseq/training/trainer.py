@@ -1,8 +1,9 @@
 """Our trainer: fairseq's, with checks, sharded checkpoints and routing statistics."""
 
 import copy
+import functools
 import logging
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
@@ -91,6 +92,7 @@ class SMoETrainer(Trainer):
                 cfg.checkpoint.checkpoint_suffix += f"-rank-{place.rank}"
                 cfg.checkpoint.load_checkpoint_on_all_dp_ranks = True
         super().__init__(cfg, task, model, *others, **options)
+        task.train_step = excluding_dummies(task.train_step)
         launch.hold_folder(self.cfg.checkpoint)
         self.folder = launch.folder_identity(self.cfg.checkpoint.save_dir)
         program.set_early_stop({})
@@ -254,7 +256,7 @@ class SMoETrainer(Trainer):
         try:
             # fully_sharded gathers the weights anew for each batch.
             casting = cast_once() if len(samples) > 1 and not self.is_fsdp else nullcontext()
-            with exclude_dummies(self.task), self._advising(), casting:
+            with self._advising(), casting:
                 log = super().train_step(sorted(samples, key=bool), *others, **options)
             if log is not None:  # None if the update was skipped
                 screen.after_update(self.get_num_updates())
@@ -364,27 +366,15 @@ class SMoETrainer(Trainer):
             ) from exc
 
 
-@contextmanager
-def exclude_dummies(task) -> Iterator[None]:
-    """Inside this context, batches whose gradient is ignored are excluded from the log.
+def excluding_dummies(train_step: Callable) -> Callable:
+    """A task's ``train_step``, with zeros in the log of a batch whose gradient is ignored."""
 
-    It can be nested: after an overflow with ``--amp``, fairseq's `train_step` calls itself.
-    """
-    original = task.train_step
-    outer = vars(task).get("train_step")  # None: the method of the task's class
-
-    def train_step(*arguments, ignore_grad=False, **options):
-        loss, size, log = original(*arguments, ignore_grad=ignore_grad, **options)
+    @functools.wraps(train_step)
+    def excluding(*arguments, ignore_grad=False, **options):
+        loss, size, log = train_step(*arguments, ignore_grad=ignore_grad, **options)
         return (loss, size * 0, _zeros_like(log)) if ignore_grad else (loss, size, log)
 
-    task.train_step = train_step
-    try:
-        yield
-    finally:
-        if outer is None:
-            del task.train_step
-        else:
-            task.train_step = outer
+    return excluding
 
 
 def _zeros_like(value):
