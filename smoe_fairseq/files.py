@@ -135,7 +135,7 @@ def whole_files(
             partial = _temporary(path, "tmp")
             partials.append(partial)
             replacing.append((partial, path))
-            _create(partial, path)
+            Path(partial).touch(exist_ok=False)
         yield partials
         for partial, _ in replacing:
             _sync(partial)
@@ -153,10 +153,7 @@ def whole_files(
 
 
 def _rename_to_new(partial: str, path: str) -> None:
-    """Rename a file or folder; raises OSError if ``path`` exists, unless it is an empty folder."""
-    if os.path.isdir(partial):
-        os.rename(partial, path)  # replaces nothing but an empty folder
-        return
+    """Rename a file; raises OSError if ``path`` exists."""
     try:
         os.link(partial, path)
     except FileExistsError:
@@ -165,16 +162,6 @@ def _rename_to_new(partial: str, path: str) -> None:
         if os.path.lexists(path):
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path) from error
         os.rename(partial, path)
-
-
-def _create(partial: str, path: str) -> None:
-    """Create the empty file ``partial``, which will replace ``path``; the OSError names the latter."""
-    try:
-        opened = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666)
-    except OSError as error:
-        error.filename = path
-        raise
-    os.close(opened)
 
 
 def _temporary(path: str, ending: str) -> str:
@@ -317,7 +304,7 @@ def whole_folder(folder: Path, replace: bool = False, called: str | None = None)
         if replace:
             _replace_folder(partial, folder)
         else:
-            _rename_to_new(str(partial), str(folder))
+            os.rename(partial, folder)  # replaces nothing but an empty folder
         _remove_abandoned([str(folder)], "old")
     except (OSError, RuntimeError) as error:
         raise _write_error(error, called, [str(partial), str(folder)]) from None
