@@ -17,7 +17,6 @@ from test_training import train as train_smoe
 
 from smoe_fairseq.checkpoints.io import rank_file
 from smoe_fairseq.checkpoints.sets import Shards
-from smoe_fairseq.modules.parallel import Placement
 
 SAVED = (1, 2, 3, 4)  # updates
 
@@ -121,7 +120,7 @@ def test_the_newest_of_a_folder(run_of_one, tmp_path, capsys):
 
 def whole_model(path: Path) -> dict:
     shards = Shards.open(path, False)
-    return shards.state_for(Placement(shards.record.num_experts))["model"]
+    return shards.state_for(world_size=1)["model"]
 
 
 @pytest.mark.soak

@@ -36,7 +36,7 @@ def checkpoint(folder) -> Shards:
 def whole(folder, part="model") -> dict[str, torch.Tensor]:
     """All parameters of a run, or the state of its optimizer, experts of all ranks together."""
     shards = checkpoint(folder)
-    state = shards.state_for(Placement(shards.record.num_experts))
+    state = shards.state_for(world_size=1)
     names = shards.record.parameters
     if part == "model":
         return {name: state["model"][name] for name in names}

@@ -7,7 +7,7 @@ import math
 import re
 from argparse import ArgumentParser, Namespace
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -241,7 +241,7 @@ def prune(path: Path, layers: Mapping[str, PrunedLayer]) -> dict:
         experts = {name: len(layer.experts) for name, layer in by_state.items()}
         first = next(iter(experts.values()))
         others = {name: number for name, number in experts.items() if number != first}
-        state[RECORD] = replace(record, num_experts=first, other_layers=others).as_dict()
+        state[RECORD] = asdict(replace(record, num_experts=first, other_layers=others))
     return state
 
 

@@ -5,7 +5,7 @@ import inspect
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 
 import torch
@@ -104,7 +104,7 @@ class Record:
     num_experts: int
     world_size: int
     rank: int
-    parameters: tuple[str, ...]
+    parameters: list[str]
     other_layers: Mapping[str, int] = field(default_factory=dict)
 
     def placement(self, name: str, world_size: int, rank: int = 0) -> Placement:
@@ -117,9 +117,6 @@ class Record:
         """The different numbers of experts per layer, sorted."""
         return sorted({self.num_experts, *self.other_layers.values()})
 
-    def as_dict(self) -> dict:
-        return {**asdict(self), "parameters": list(self.parameters)}
-
     @classmethod
     def of(cls, state: Mapping, path: Path | str = "a checkpoint") -> "Record | None":
         """The record of a checkpoint; None if it has no experts or is older than these records.
@@ -131,7 +128,7 @@ class Record:
         if content is None:
             return None
         if not fault(content, _RECORD) and content.keys() <= {f.name for f in fields(cls)}:
-            record = cls(**content | {"parameters": tuple(content["parameters"])})
+            record = cls(**content)
             if record.rank < record.world_size:
                 return record
         raise UsageError(f"{path}: its {RECORD} is damaged, or of a later version")

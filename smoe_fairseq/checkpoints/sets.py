@@ -102,11 +102,11 @@ class Shards:
         parts = {"model": state["model"], **{key: extra.get(key) for key in EMA}}
         return {part: content for part, content in parts.items() if content}
 
-    def _optimized(self, state: dict) -> tuple[str, ...]:
+    def _optimized(self, state: dict) -> list[str]:
         """Names of the optimizer's parameters, in its order."""
         optimizer = state.get(OPTIMIZER)
         if not optimizer:
-            return ()
+            return []
         names = self.record.parameters
         numbers = [list(group["params"]) for group in optimizer.get("param_groups", [])]
         if numbers == [[0]] and len(names) > 1:
@@ -166,13 +166,8 @@ class Shards:
             result[row] = self.by_rank[rank][name][offset]
         return result
 
-    def state_for(self, place: Placement) -> dict:
-        """The checkpoint of one rank under another placement.
-
-        Args:
-            place: of which only rank and world size are used; numbers of experts differ between layers.
-        """
-        world_size, rank = place.world_size, place.rank
+    def state_for(self, world_size: int, rank: int = 0) -> dict:
+        """The checkpoint of rank ``rank`` of ``world_size``."""
         stacks = {
             name: self.experts(name, self.record.placement(name, world_size, rank).local)
             for name, _, stacked in self.tensors(self.states[0])
@@ -236,7 +231,7 @@ def weights_of(path: Path) -> dict:
             state["extra_state"] = _without(state["extra_state"], EMA)
             check_tensors(path, state["model"])
         shards.check_agreement()
-        return shards.state_for(Placement(shards.record.num_experts))
+        return shards.state_for(world_size=1)
     state = _without(io.open_checkpoint(path), (OPTIMIZER,))
     check_tensors(path, state["model"])
     return {**state, "extra_state": _without(state.get("extra_state", {}), EMA)}
@@ -320,7 +315,7 @@ def write_set(shards: Shards, output: Path, world_size: int, force: bool) -> lis
     """
     try:
         for num_experts in shards.record.numbers_of_experts:
-            places = [Placement(num_experts, world_size, rank) for rank in range(world_size)]
+            Placement(num_experts, world_size)
     except ValueError as error:
         raise UsageError(f"--world-size {world_size}: {error}") from None
     files = (
@@ -335,10 +330,9 @@ def write_set(shards: Shards, output: Path, world_size: int, force: bool) -> lis
     shards.check_agreement()
     shards.check_division(world_size)
     with whole_files(files, f"--output {output}", parents=True, replace=force) as partials:
-        pairs = zip(places, partials, strict=True)
-        for place, partial in tqdm(pairs, output.name, world_size, unit=" files"):
+        for rank, partial in enumerate(tqdm(partials, output.name, unit=" files")):
             with open(partial, "wb") as opened:
-                torch.save(shards.state_for(place), opened)
+                torch.save(shards.state_for(world_size, rank), opened)
     for file in other_set:
         file.unlink()
     return files

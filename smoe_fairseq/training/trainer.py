@@ -5,6 +5,7 @@ import functools
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy
@@ -134,7 +135,7 @@ class SMoETrainer(Trainer):
             *self.get_model().named_parameters(),
             *self.get_criterion().named_parameters(),
         ]
-        state[RECORD] = Record(
+        record = Record(
             save=self.save_name or sharded_checkpoints.new_save_name(),
             num_updates=self.get_num_updates(),
             num_experts=place.num_experts,
@@ -145,8 +146,9 @@ class SMoETrainer(Trainer):
             },
             world_size=place.world_size,
             rank=place.rank,
-            parameters=tuple(name for name, parameter in parameters if parameter.requires_grad),
-        ).as_dict()
+            parameters=[name for name, parameter in parameters if parameter.requires_grad],
+        )
+        state[RECORD] = asdict(record)
         return state
 
     def consolidate_optimizer(self):
