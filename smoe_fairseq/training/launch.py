@@ -43,6 +43,14 @@ def all_gather(value) -> list:
     return values
 
 
+def refuse_together(message: str | None) -> None:
+    """Raise UsageError, on all ranks, with the first rank's message; None is no message."""
+    if is_distributed():
+        message = next(filter(None, all_gather(message)), None)
+    if message:
+        raise UsageError(message)
+
+
 # A run locks the folder that it saves in.
 
 
@@ -71,10 +79,7 @@ def hold_folder(checkpoint) -> None:
             files.lock_folder(folder)
         except UsageError as error:
             message = str(error)
-    if is_distributed():
-        message = broadcast(message)
-    if message:
-        raise UsageError(message)
+    refuse_together(message)
 
 
 # Options of ``fairseq-train`` that do not work with experts.

@@ -107,8 +107,7 @@ def recover(folder: Path, place: Placement) -> None:
             final, pending = io.record_of(file), io.record_of(io.pending(file))
         except UsageError as error:  # the file may be intact, so nothing must be removed
             message = str(error)
-        if message := next(filter(None, launch.all_gather(message)), None):
-            raise UsageError(message)
+        launch.refuse_together(message)
         gathered = launch.all_gather([record for record in (final, pending) if record])
         if any(r.world_size != place.world_size for records in gathered for r in records):
             continue
@@ -176,10 +175,7 @@ def check_languages(trainer, path: Path, reset_optimizer: bool) -> None:
         others = sorted(pairs - {*getattr(trainer.get_model(), "models", pairs)})
         if others and not reset_optimizer:
             message = f"{path} has models for {', '.join(others)}: expected --lang-pairs with them"
-    if launch.is_distributed():
-        message = next(filter(None, launch.all_gather(message)), None)
-    if message:
-        raise UsageError(message)
+    launch.refuse_together(message)
 
 
 def _check_unsharded(trainer, path: Path) -> None:
