@@ -44,10 +44,10 @@ def warn(message: str) -> None:
 
 
 def whole_number(
-    name: str, least: int, default: int | None = None, most: float = math.inf, value: str = ""
+    name: str, least: int, default: int | None = None, most: float = math.inf
 ) -> int | None:
-    """The number in an environment variable, or in ``value``; raises UsageError if it is out of bounds."""
-    if not (value := value or os.environ.get(name, "")):
+    """The number in an environment variable; raises UsageError if it is out of bounds."""
+    if not (value := os.environ.get(name, "")):
         return default
     if value.isascii() and value.isdecimal() and least <= int(value) <= most:
         return int(value)
