@@ -36,7 +36,7 @@ def _show(dataset: Dataset, method: str) -> None:
         from smoe_fairseq.models.transformer import moe_blocks
 
     folders = Folders(dataset.name)
-    folder = folders.run(run_name(dataset, method))
+    folder = folders.runs / run_name(dataset, method)
     print("\nSample translations of the test set:")
     for i, direction in enumerate(scores.read(folder)):
         print(f"\n  {direction}")

@@ -76,11 +76,8 @@ class Folders:
 
     @property
     def runs(self) -> Path:
+        """A folder for each run, with its checkpoints, log, translations and scores."""
         return path_from_environment("RUN_DIR", "runs") / self.dataset
-
-    def run(self, name: str) -> Path:
-        """Checkpoints, log, translations and scores of one run."""
-        return self.runs / name
 
     def binary_path(self, shards: int) -> str:
         """fairseq's data argument: the folder of binarised text, or ``shard0:shard1:...``.

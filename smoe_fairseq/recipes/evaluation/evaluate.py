@@ -255,7 +255,7 @@ def plan(dataset: Dataset, method: str, flags: Sequence[str], which: str) -> Eva
         if (value := given.get(flag, "sentencepiece")) != "sentencepiece":
             raise UsageError(f"{flag} {value}: expected sentencepiece, as words are scored")
     folders = Folders(dataset.name)
-    folder = folders.run(run_name(dataset, method))
+    folder = folders.runs / run_name(dataset, method)
     if not (match := re.fullmatch(r"best|last|average:([1-9][0-9]*)", which)):
         raise UsageError(f"--checkpoint {which}: expected best, last or average:N, as average:5")
     if match[1]:

@@ -125,7 +125,7 @@ def are_saved(dataset: Dataset, name: str, words: Sequence[str]) -> bool:
 def save(dataset: Dataset, name: str, line: str) -> None:
     """Write the results of a run that ``line`` trained."""
     folders = Folders(dataset.name)
-    run = folders.run(name)
+    run = folders.runs / name
     for folder, default in ((folders.data, "data"), (folders.runs, "runs")):
         line = line.replace(f"{folder}/", f"{default}/{dataset.name}/")  # the same on any machine
     log = run / "train.log"

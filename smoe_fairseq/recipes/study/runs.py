@@ -56,7 +56,7 @@ class Run:
 
     @property
     def folder(self) -> Path:
-        return Folders(self.dataset.name).run(self.name)
+        return Folders(self.dataset.name).runs / self.name
 
     @property
     def line(self) -> str:

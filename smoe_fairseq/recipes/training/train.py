@@ -117,7 +117,7 @@ def plan(
     """The launch of a method's training, the words of ``fairseq-train``, and comments on them."""
     launch, extra = plan_launch(flags), list(flags)
     folder = flag_values(extra).get("--save-dir")
-    folder = Path(folder or Folders(dataset.name).run(run_name(dataset, method)))
+    folder = Path(folder or Folders(dataset.name).runs / run_name(dataset, method))
     recipe = dataset.train | validation_flags(dataset) | method_flags(method, dataset)
     recipe |= {"seed": seed_of(dataset)}
     recipe, extra, notes = _adapt_flags(dataset, recipe, launch, extra, folder)
