@@ -164,9 +164,9 @@ def mean_of(scored: Mapping[str, Score], of: Callable[[Score], float | None]) ->
     return math.nan if None in values or not values else statistics.fmean(values)
 
 
-def mean_bleu(scored: Mapping[str, Score]) -> float | None:
-    """The mean BLEU over the directions; None without any."""
-    return mean_of(scored, lambda score: score.bleu) if scored else None
+def mean_bleu(scored: Mapping[str, Score]) -> float:
+    """The mean BLEU over the directions."""
+    return mean_of(scored, lambda score: score.bleu)
 
 
 def chrf(score: Score) -> float | None:

@@ -253,11 +253,6 @@ class Result:
         return self.machine, self.about["versions"].get("torch")
 
     @property
-    def bleu(self) -> float:
-        """The mean over the directions."""
-        return scores.mean_bleu(self.scores)
-
-    @property
     def validation(self) -> float:
         """The lowest validation loss, that of the scored checkpoint; NaN if the last one is not finite."""
         losses = [row["validation_nll"] for row in self.curve if row["validation_nll"] is not None]

@@ -38,7 +38,7 @@ class Measure:
 MEASURES = {
     "loss": Measure(lambda r: r.validation, 0.02, -1, 3, "bits per token"),
     "chrF++": Measure(lambda r: scores.mean_of(r.scores, scores.chrf), 0.5, 1, 2, "points"),
-    "BLEU": Measure(lambda r: r.bleu, 0.3, 1, 2, "points"),
+    "BLEU": Measure(lambda r: scores.mean_bleu(r.scores), 0.3, 1, 2, "points"),
 }
 
 
