@@ -8,6 +8,7 @@ import itertools
 import statistics
 from collections.abc import Iterator
 from contextlib import suppress
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -24,11 +25,10 @@ STRATA = (1, 2, 4)
 WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize")
 
 
-class GroupedProducts(nn.Module):
+class GroupedProducts:
     """torch's grouped products on as many random rows as are routed; nothing else is done."""
 
     def __init__(self, d: int, counts_LE: list[list[int]], device: torch.device, dtype):
-        super().__init__()
         f, experts = 4 * d, len(counts_LE[0])
         self.w1 = nn.Parameter(torch.randn(experts, d, f, device=device, dtype=dtype) / d**0.5)
         self.w2 = nn.Parameter(torch.randn(experts, f, d, device=device, dtype=dtype) / f**0.5)
@@ -98,11 +98,11 @@ def measure(case: Case, device: torch.device, tiny: bool) -> dict:
     return {"ok": None, **found}
 
 
-class PaddedProducts(nn.Module):
+class PaddedProducts:
     """One batched product over experts padded to the largest; ``GroupedProducts`` without grouped_mm."""
 
     def __init__(self, counts_E: list[int], width: int, device: torch.device, dtype: torch.dtype):
-        super().__init__()
+        self.counts_E = counts_E
         experts, inner = len(counts_E), 4 * width
         self.w1 = nn.Parameter(torch.randn(experts, width, inner, device=device, dtype=dtype) / 30)
         self.w2 = nn.Parameter(torch.randn(experts, inner, width, device=device, dtype=dtype) / 30)
@@ -116,10 +116,6 @@ class PaddedProducts(nn.Module):
 
 class SingleProducts(PaddedProducts):
     """A product per expert on its own rows, whose number the host knows already."""
-
-    def __init__(self, counts_E: list[int], width: int, device: torch.device, dtype: torch.dtype):
-        super().__init__(counts_E, width, device, dtype)
-        self.counts_E = counts_E
 
     def step(self) -> list[Tensor]:
         outputs = []
@@ -199,12 +195,8 @@ def peers(context: Context) -> Iterator[dict]:
     for tokens, width in [(64, 16)] if context.tiny else [(16384, 512), (16384, 1024)]:
         case = Case("8", tokens, width)
         for name, peer in found.items():
-            result = {"case": f"{name}, {tokens} tokens, D {width}", "ok": None}
-            try:
-                result |= compare_peer(peer, case, context)
-            except Exception as error:  # whatever another package raises
-                result["error"] = f"{type(error).__name__}: {error}"[:300]
-            yield result
+            compared = partial(compare_peer, peer, case, context)
+            yield attempt(f"{name}, {tokens} tokens, D {width}", compared) | {"ok": None}
 
 
 def compare_peer(kind: type[Peer], case: Case, context: Context) -> dict:

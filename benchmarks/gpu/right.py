@@ -3,6 +3,7 @@
 Shapes: T tokens, D embedding, F feed-forward.
 """
 
+import itertools
 import sys
 from collections.abc import Iterator
 
@@ -10,6 +11,7 @@ import torch
 
 from benchmarks.gpu.fast import executions
 from benchmarks.gpu.parts import Context
+from benchmarks.gpu.training import attempt
 from benchmarks.timing import ROOT
 from smoe_fairseq.modules import StratifiedMoE
 
@@ -50,16 +52,11 @@ SHARE = {torch.float32: 1.0, torch.bfloat16: 0.9}
 
 def block(context: Context) -> Iterator[dict]:
     """Each case in fp32 and bf16, in each execution."""
-    ways = executions(torch.device(context.device))
-    for name in CASES:
-        for dtype in TOLERANCE:
-            for execution in ways:
-                case = f"{name}, {str(dtype).removeprefix('torch.')}, {execution}"
-                try:
-                    found = compare(name, dtype, execution, torch.device(context.device))
-                except Exception as error:  # the other cases are still worth running
-                    found = {"ok": False, "error": f"{type(error).__name__}: {error}"[:300]}
-                yield {"case": case, **found}
+    device = torch.device(context.device)
+    for made in itertools.product(CASES, TOLERANCE, executions(device)):
+        name, dtype, execution = made
+        case = f"{name}, {str(dtype).removeprefix('torch.')}, {execution}"
+        yield attempt(case, lambda made=made: compare(*made, device))
 
 
 def compare(name: str, dtype: torch.dtype, execution: str, device: torch.device) -> dict:
