@@ -54,7 +54,7 @@ cli_main()
 """
 
 
-def make_data(folder: Path, vocabulary: int, sentences: dict[str, int], seed: int = 1) -> Path:
+def make_data(folder: Path, vocabulary: int, sentences: dict[str, int]) -> Path:
     """Random sentences as fairseq's binary data, with a joint dictionary; returns ``folder``.
 
     Args:
@@ -67,7 +67,7 @@ def make_data(folder: Path, vocabulary: int, sentences: dict[str, int], seed: in
     for i in range(vocabulary):
         dictionary.add_symbol(f"w{i}")
     dictionary.pad_to_multiple_(8)
-    words = random.Random(seed)
+    words = random.Random(1)
     for split, number in sentences.items():
         lengths = [words.randint(SHORTEST, LONGEST) for _ in range(number)]
         for language in ("src", "tgt"):

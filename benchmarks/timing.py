@@ -24,7 +24,7 @@ PACKAGES = "torch fairseq fairscale ctranslate2 transformers st-moe-pytorch deep
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def describe(device: torch.device, threads: int | None = None) -> dict:
+def describe(device: torch.device) -> dict:
     return {
         "command": f"python -m benchmarks.{Path(sys.argv[0]).stem} {shlex.join(sys.argv[1:])}".strip(),
         "commit": _commit(),
@@ -33,7 +33,7 @@ def describe(device: torch.device, threads: int | None = None) -> dict:
         "system": f"{platform.system()} {platform.machine()}",
         "cpu": _cpu(),
         "cores": os.cpu_count(),
-        "threads": threads or torch.get_num_threads(),
+        "threads": torch.get_num_threads(),
         "device": str(device) if device.type == "cpu" else torch.cuda.get_device_name(device),
         "load": os.getloadavg()[0],
     }
@@ -92,11 +92,7 @@ def in_turns(
     return times
 
 
-def measure(
-    call: Callable[[], object],
-    device: torch.device,
-    clock: Callable[[], float] = time.perf_counter,
-) -> float:
+def measure(call: Callable[[], object], device: torch.device, clock: Callable[[], float]) -> float:
     """Seconds of one call."""
     if device.type != "cuda":
         start = clock()
