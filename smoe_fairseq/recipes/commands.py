@@ -12,6 +12,7 @@ from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -192,7 +193,7 @@ def add_arguments(parser: ArgumentParser, name: str) -> None:
             words = _OPERANDS.get(parameter.name)
             parser.add_argument(parameter.name, type=kind, metavar=shown, help=words)
     _add_options(parser, command, function)
-    parser.set_defaults(run=_run, recipe=command, function=function)
+    parser.set_defaults(run=partial(_run, name, function))
 
 
 def _is_option(parameter: inspect.Parameter) -> bool:
@@ -216,33 +217,28 @@ def _add_options(parser: ArgumentParser, command: Command, function: Callable) -
             setting.add_to(parser)
 
 
-def _run(args: Namespace) -> None:
-    if args.recipe.settings and hasattr(args, "flags"):
-        args.flags = _parse_late_options(args)
-    settings = {
-        setting: value
-        for setting in SETTINGS
-        if (value := getattr(args, setting.variable, None)) is not None
-    }
+def _run(name: str, function: Callable, args: Namespace) -> None:
+    if name in RECIPES and hasattr(args, "flags"):
+        args.flags = _parse_late_options(name, function, args)
+    options = vars(args).copy()
+    settings = {s: v for s in SETTINGS if (v := options.pop(s.variable, None)) is not None}
+    for key in ("run", "command"):  # of the parser
+        options.pop(key, None)
     with _set_variables(settings):
-        options = vars(args).copy()
-        for name in ("run", "recipe", "function", "command", *(s.variable for s in SETTINGS)):
-            options.pop(name, None)
         if "dataset" in options:
             from smoe_fairseq.recipes.config import load_dataset  # imports omegaconf
 
             options["dataset"] = load_dataset(args.dataset)
-        args.function(**options)
+        function(**options)
 
 
-def _parse_late_options(args: Namespace) -> list[str]:
+def _parse_late_options(name: str, function: Callable, args: Namespace) -> list[str]:
     """Move the recipe's options among ``args.flags`` to ``args``; returns the other words.
 
     A flag that resembles an option is an error, as a mistyped one.
     """
-    name = next(name for name, recipe in RECIPES.items() if recipe is args.recipe)
     parser = CommandParser(prog=f"smoe {name}", add_help=False, allow_abbrev=False)
-    _add_options(parser, args.recipe, args.function)
+    _add_options(parser, RECIPES[name], function)
     flags = [word for word in args.flags if word != "--"]  # which other programs put before flags
     _, words = parser.parse_known_args(flags, args)
     options = [name for action in parser._actions for name in action.option_strings]
