@@ -29,6 +29,7 @@ from smoe_fairseq.recipes.study.statements import (
 FILE = "report.md"
 COLOURS = ("black", "#3f6ea8", "#9dbcdc", "#a2641b", "#d9a066", "#b0413e", "#5b8c5a", "#777777")
 LINES = ("-", "--", ":", "-.")
+Curve = dict[float, tuple[float, float]]  # TFLOP of training and loss at each validation, by update
 
 
 def write_report(dataset: Dataset) -> None:
@@ -113,29 +114,25 @@ def draw_costs(systems: Systems, flops: Mapping[str, float]) -> Figure:
     return figure
 
 
-def _draw_curves(ax, curves: Sequence[dict], label: str, **style) -> None:
+def _draw_curves(ax, curves: Sequence[Curve], label: str, **style) -> None:
     """Plot loss over FLOPs; the mean is over updates at which all seeds were validated."""
     if not curves:
         return
     for curve in curves if len(curves) > 1 else ():
-        ax.plot(curve["tflop"], curve["loss"], lw=0.5, alpha=0.4, **style)
-    common = set.intersection(*(set(curve["update"]) for curve in curves))
+        ax.plot(*zip(*curve.values()), lw=0.5, alpha=0.4, **style)
+    common = set.intersection(*map(set, curves))
     if not common:  # seeds were validated at different updates
-        common, curves = set(curves[0]["update"]), curves[:1]
-    at = [np.isin(curve["update"], sorted(common)) for curve in curves]
-    x, y = (
-        np.mean([curve[name][w] for curve, w in zip(curves, at, strict=True)], axis=0)
-        for name in ("tflop", "loss")
-    )
-    ax.plot(x, y, lw=1.6, label=label, **style)
+        common, curves = set(curves[0]), curves[:1]
+    means = [np.mean([curve[update] for curve in curves], axis=0) for update in sorted(common)]
+    ax.plot(*zip(*means), lw=1.6, label=label, **style)
 
 
-def _second_half(result: Result, flops: float) -> dict[str, np.ndarray]:
-    """Update, loss and training FLOPs at each validation; words are interpolated between lines of the log."""
+def _second_half(result: Result, flops: float) -> Curve:
+    """The curve of a run; words are interpolated between lines of the log."""
     rows = [row for row in result.curve if row["validation_nll"] is not None]
     rows = [row for row in rows if row["update"] >= rows[-1]["update"] / 2]
-    update = np.array([row["update"] for row in rows])
     logged = [[row[name] for row in result.logged] for name in ("update", "words")]
-    tflop = 3e-6 * flops * np.interp(update, *logged)
-    loss = np.array([row["validation_nll"] for row in rows])
-    return {"update": update, "loss": loss, "tflop": tflop}
+    return {
+        row["update"]: (3e-6 * flops * np.interp(row["update"], *logged), row["validation_nll"])
+        for row in rows
+    }
