@@ -45,13 +45,12 @@ def _forecast(dataset: Dataset, launch: Launch, words: list[str]) -> tuple[list[
     from smoe_fairseq.analysis.cost import build_meta_model, config_of, count, parse_run
     from smoe_fairseq.analysis.processes import mebibytes, process_cost
     from smoe_fairseq.models import memory
-    from smoe_fairseq.models.memory import Run, gpu_room, same_batch, tokens_that_fit
 
     flags, ranks = parse_run(words), launch.processes
     length = longest_sentence(Folders(dataset.name).binary)
     known = "the longest" if length else "assumed"
     length = min(length or memory.LENGTH, flags.max_tokens)
-    run = Run(config_of(flags), flags, vocabulary(dataset), ranks, length)
+    run = memory.Run(config_of(flags), flags, vocabulary(dataset), ranks, length)
     cost = count(build_meta_model(flags, run.vocabulary))
     needs = process_cost(run)
     held, total = needs.held, _memory(flags.cpu)
@@ -70,10 +69,10 @@ def _forecast(dataset: Dataset, launch: Launch, words: list[str]) -> tuple[list[
         comments.append(f"# and sends {' and '.join(sent)} per update")
     if total is None:
         return comments, []
-    room = gpu_room(total)
+    room = memory.gpu_room(total)
     if flags.cpu:
         room = (total / max(1, launch.gpus) - memory.CPU_PROCESS) / (1 + memory.CPU_GAPS)
-    fit = tokens_that_fit(run, room)
+    fit = memory.tokens_that_fit(run, room)
     comments.append(f"# up to {fit:,} tokens (--max-tokens) fit")
     if held.peak <= room:
         return comments, []
@@ -83,7 +82,7 @@ def _forecast(dataset: Dataset, launch: Launch, words: list[str]) -> tuple[list[
         less = "a smaller model, --memory-efficient-bf16, or --expert-parallel on several GPUs"
         advice = f", whatever the batch; {less} take less"
     else:
-        tokens, parts = same_batch(flags.max_tokens, flags.update_freq, fit)
+        tokens, parts = memory.same_batch(flags.max_tokens, flags.update_freq, fit)
         advice = f"; with --max-tokens {tokens} --update-freq {parts} it fits"
     return comments, [f"training will not fit into {device}, {mebibytes(total)}: {takes}{advice}"]
 
