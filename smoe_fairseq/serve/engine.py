@@ -6,7 +6,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Future
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import dataclass, field
 
 import torch
 from fairseq.data.data_utils import collate_tokens
@@ -23,16 +23,17 @@ MAX_BEAM = 20
 MAX_TEXTS = 64
 CHARACTERS = 32  # per subword: longer texts are refused before they are split into subwords
 EXAMPLE = '{"text": "Ein Hund.", "source": "de", "target": "en"}'
-_FORM = {  # of a request; all but the languages have defaults
-    "text": (None, str),
-    "texts": (None, [str]),
+_FORM = {  # of a request
+    "text?": (None, str),
+    "texts?": (None, [str]),
     "source": str,
     "target": str,
-    "beam": Number(1, MAX_BEAM, whole=True),
-    "nbest": Number(1, MAX_BEAM, whole=True),
-    "lenpen": Number(0, 10),
-    "routing": bool,
+    "beam?": Number(1, MAX_BEAM, whole=True),
+    "nbest?": Number(1, MAX_BEAM, whole=True),
+    "lenpen?": Number(0, 10),
+    "routing?": bool,
 }
+_FIELDS = [name.removesuffix("?") for name in _FORM]
 
 
 class MalformedRequest(UsageError):
@@ -51,10 +52,6 @@ class Search:
     routing: bool = False
 
 
-_DEFAULTS = {f.name: f.default for f in fields(Search) if f.default is not MISSING}
-_DEFAULTS |= {"text": None, "texts": None}
-
-
 def read(body: bytes, max_texts: int = MAX_TEXTS) -> tuple[list[str], Search]:
     """The texts of ``POST /translate``, in order, and how to translate them.
 
@@ -62,21 +59,20 @@ def read(body: bytes, max_texts: int = MAX_TEXTS) -> tuple[list[str], Search]:
         MalformedRequest: it is not a JSON object in UTF-8.
         UsageError: a field is missing, unknown or invalid; the message names it.
     """
-    content = _object(body)
-    for name in content:
-        if name not in _FORM:
-            raise UsageError(f"{name!r:.60}: unknown; expected some of {', '.join(_FORM)}")
-    request = _DEFAULTS | content
+    request = _object(body)
+    for name in request:
+        if name not in _FIELDS:
+            raise UsageError(f"{name!r:.60}: unknown; expected some of {', '.join(_FIELDS)}")
     if message := fault(request, _FORM):
         raise UsageError(message)
-    text, texts = request.pop("text"), request.pop("texts")
+    text, texts = request.pop("text", None), request.pop("texts", None)
     if (text is None) == (texts is None):
         raise UsageError('expected either "text", a string, or "texts", a list of strings')
     texts = [text] if texts is None else texts
     if not 1 <= len(texts) <= max_texts:
         raise UsageError(f"texts: {len(texts)} of them; expected 1 to {max_texts} in one request")
     check_texts(texts)
-    search = Search(**request | {"lenpen": float(request["lenpen"])})
+    search = Search(**request)
     if search.nbest > search.beam:
         raise UsageError(f"nbest is {search.nbest}; expected at most the beam, {search.beam}")
     return texts, search
@@ -154,8 +150,7 @@ class RequestQueue:
         with self._changed:
             if self._closed:
                 raise QueueClosed
-            if len(self._waiting) + len(entries) > self.max_waiting:
-                self._drop_cancelled()
+            self._waiting = deque(each for each in self._waiting if not each.future.cancelled())
             if len(self._waiting) + len(entries) > self.max_waiting:
                 raise QueueFull
             self._waiting.extend(entries)
@@ -208,9 +203,6 @@ class RequestQueue:
 
     def _count(self, kind: Hashable) -> int:
         return sum(entry.kind == kind for entry in self._waiting)
-
-    def _drop_cancelled(self) -> None:
-        self._waiting = deque(entry for entry in self._waiting if not entry.future.cancelled())
 
     def _translate(self, batch: list[_Waiting]) -> None:
         try:
@@ -292,7 +284,7 @@ class Engine:
         options = Options(
             beam=search.beam,
             nbest=search.nbest,
-            lenpen=search.lenpen,
+            lenpen=float(search.lenpen),
             max_len_b=self.max_len,
             divide_above=self.max_tokens,
         )
