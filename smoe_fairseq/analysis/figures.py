@@ -191,7 +191,7 @@ def draw_by_direction(results: Results, stacked: bool = False) -> Figure:
             rows = [i for i, name in enumerate(names) if name.startswith(f"{pivot}-") == out_of]
             if rows:
                 label = f"{'out of' if out_of else 'into'} {pivot}"
-                means = [results.mean(names[row], side) for row in rows]
+                means = [results.mean([names[row]], side) for row in rows]
                 bars = ax.barh(rows, means, linewidth=0.5, label=label, **look)
                 ax.bar_label(bars, fmt=" %.2f", fontsize=9)
         ax.set_title(side)

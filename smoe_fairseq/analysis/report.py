@@ -10,23 +10,22 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from smoe_fairseq.analysis import figures
+from smoe_fairseq.analysis.figures import Series
 from smoe_fairseq.analysis.results import Results
 from smoe_fairseq.analysis.sentence import SentenceSide
 from smoe_fairseq.errors import UsageError
 from smoe_fairseq.files import write_whole
 from smoe_fairseq.forms import SCORES, read_json
-
-WORD_BEGINS = "\u2581"  # as sentencepiece marks it
-Series = dict[str, dict[int, float]]
+from smoe_fairseq.subwords import BEGINS_WORD
 
 
 def summary(results: Results, checkpoint: Path) -> str:
     """The first paragraph: what was run, the mean requested capacity, and BLEU."""
-    run, means = results.run, []
-    for side in results.sides():
-        counts = [results.over(results.directions, block) for block in results.blocks_of(side)]
-        mean = sum(c.stops for c in counts) / max(sum(c.tokens for c in counts), 1)
-        means.append(f"{mean:.2f} strata of a block in the {side}")
+    run = results.run
+    means = [
+        f"{results.mean(results.directions, side):.2f} strata of a block in the {side}"
+        for side in results.sides()
+    ]
     over = f"{sum(run['sentences'].values()):,} samples"
     if results.has_languages:
         number = len(results.directions)
@@ -66,10 +65,10 @@ def sentence(sides: list[SentenceSide]) -> str:
     parts = []
     for side in sides:
         means = np.mean(side.requested, axis=0)
-        text = (t != WORD_BEGINS and not s for t, s in zip(side.tokens, side.special))
+        text = (t != BEGINS_WORD and not s for t, s in zip(side.tokens, side.special))
         shown = [i for i, is_text in enumerate(text) if is_text]
         order = sorted(shown or range(len(means)), key=lambda i: -means[i])
-        words = [f'"{side.tokens[i].strip(WORD_BEGINS)}"' for i in (order[0], order[-1])]
+        words = [f'"{side.tokens[i].strip(BEGINS_WORD)}"' for i in (order[0], order[-1])]
         most, least = (f"{round(float(means[i]), 2):g}" for i in (order[0], order[-1]))
         parts.append(
             f"{most} for all tokens of the {side.side}"

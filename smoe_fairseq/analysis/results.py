@@ -13,7 +13,6 @@ from fairseq.data.indexed_dataset import MMapIndexedDataset
 
 from smoe_fairseq.analysis import inputs
 from smoe_fairseq.analysis.capacity import CapacityCheck
-from smoe_fairseq.analysis.inputs import TEXT
 from smoe_fairseq.analysis.record import Block, Counts, Direction
 
 # Frequency of token types in the training text.
@@ -119,7 +118,7 @@ class Results:
     @property
     def has_languages(self) -> bool:
         """False for a language model."""
-        return self.directions != [TEXT]
+        return self.directions != [inputs.TEXT]
 
     def sides(self) -> list[str]:
         """The sides ("encoder", "decoder") that have blocks."""
@@ -137,16 +136,16 @@ class Results:
         first, *others = (self.of(direction, block) for direction in directions)
         return sum(others, start=first)
 
-    def mean(self, direction: str, side: str) -> float:
+    def mean(self, directions: list[str], side: str) -> float:
         """Requested capacity, mean over the tokens and the blocks of one side; nan without blocks."""
-        blocks = [self.of(direction, block) for block in self.blocks_of(side)]
+        blocks = [self.over(directions, block) for block in self.blocks_of(side)]
         tokens = sum(counts.tokens for counts in blocks)
         return sum(counts.stops for counts in blocks) / tokens if tokens else float("nan")
 
     def means(self, side: str, into: str = "") -> dict[str, float]:
         """`mean` of each direction, or of those into one language."""
         end = f"-{into}" if into else ""
-        return {name: self.mean(name, side) for name in self.directions if name.endswith(end)}
+        return {name: self.mean([name], side) for name in self.directions if name.endswith(end)}
 
     def by_depth(self, side: str) -> list[float]:
         """Requested capacity, mean over the tokens of all directions, of each block of a side."""
