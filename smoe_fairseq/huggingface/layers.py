@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.cache_utils import EncoderDecoderCache
 from transformers.modeling_layers import GradientCheckpointingLayer
-from transformers.modeling_outputs import ModelOutput
+from transformers.modeling_outputs import BaseModelOutput
 
 from smoe_fairseq.errors import UsageError
 from smoe_fairseq.huggingface.config import ACTIVATIONS, SMoEConfig
@@ -23,20 +23,14 @@ from smoe_fairseq.modules.layer import may_have_padding
 
 
 @dataclass
-class EncoderOutput(ModelOutput):
+class EncoderOutput(BaseModelOutput):
     """Output of the encoder.
 
     Args:
-        last_hidden_state: ``(B, S, D)``.
-        hidden_states: embeddings and the output of each layer, if requested.
-        attentions: of each layer ``(B, H, S, S)``, if requested.
         router_logits: see `SMoEForConditionalGeneration.forward`.
         routing: of each MoE layer, if the loss is computed.
     """
 
-    last_hidden_state: Tensor | None = None
-    hidden_states: tuple[Tensor, ...] | None = None
-    attentions: tuple[Tensor, ...] | None = None
     router_logits: tuple[tuple[Tensor, ...], ...] | None = None
     routing: tuple[RoutingStats, ...] | None = None
 
