@@ -132,25 +132,17 @@ def needs_every_expert(gate: nn.Module) -> str:
 
 @dataclass(frozen=True)
 class Layer:
-    """An MoE layer: its strata, and requirements of its gates, which are all of one kind."""
+    """An MoE layer: its strata, and the first of its gates, which are all of one kind."""
 
     strata: Strata
-    min_experts: int  # that each gate has to see
-    weights_depend_on_all_scores: bool = False
-
-    @classmethod
-    def of(cls, block: StratifiedMoE) -> "Layer":
-        gate = block.gates[0]
-        return cls(block.strata, min_experts(gate), weights_depend_on_all_scores(gate))
+    gate: nn.Module
 
     def required(self, score_E: ndarray) -> set[int]:
         """The best experts of the last stratum, or of each stratum of a stack: these are always kept."""
-        strata = self.strata
-        last = len(strata.sizes) - 1
         required = set()
-        for stratum in range(0 if strata.stacked else last, last + 1):
-            experts = [e for e, s in enumerate(strata.stratum_of_expert) if s == stratum]
-            required.update(sorted(experts, key=lambda e: (-score_E[e], e))[: self.min_experts])
+        for experts in self.strata.experts_of_gate[0 if self.strata.stacked else -1 :]:
+            best_first = sorted(experts, key=lambda e: (-score_E[e], e))
+            required.update(best_first[: min_experts(self.gate)])
         return required
 
 
@@ -282,7 +274,7 @@ def run_prune(args: Namespace) -> None:
             raise UsageError(f"{args.path} has {reason}, so all experts are needed; {expected}")
         uses = [use_of(inputs.Samples(model, task, name, subset)) for name in directions]
     parameters = {name: parameter.numel() for name, parameter in model.named_parameters()}
-    layers = {name: Layer.of(block) for name, block in blocks.items()}
+    layers = {name: Layer(block.strata, block.gates[0]) for name, block in blocks.items()}
     del model, blocks
     if args.keep is not None:  # by the mean importance, in which all directions weigh the same
         importance = {n: np.mean([use[n].importance for use in uses], axis=0) for n in layers}
@@ -297,7 +289,7 @@ def run_prune(args: Namespace) -> None:
     print(f"choices counted over {args.gen_subset} of {', '.join(directions)}")
     print(_table(pruned, {n: np.sum([use[n].choices for use in uses], axis=0) for n in layers}))
     shrunk = (layer for name, layer in layers.items() if pruned[name].removed)
-    if any(layer.weights_depend_on_all_scores for layer in shrunk):
+    if any(weights_depend_on_all_scores(layer.gate) for layer in shrunk):
         print(SOFTMAX)
     before, after = sum(parameters.values()), sum(state["model"][n].numel() for n in parameters)
     experts = sum(len(layer.experts) for layer in pruned.values())
