@@ -117,9 +117,8 @@ def pack(model: nn.Module, linear: Callable = PackedLinear, min_weights: int | N
         for name, child in parent.named_children():
             if isinstance(child, nn.Linear) and child.weight.numel() >= min_weights:
                 setattr(parent, name, packed := linear(child.weight, child.bias))
-                if (
-                    name == "output_projection"
-                ):  # often tied to the embeddings, which are kept anyway
+                # Often tied to the embeddings, which are kept anyway.
+                if name == "output_projection":
                     packed.weight_OI = child.weight.detach()
     for block in [each for each in model.modules() if isinstance(each, StratifiedMoE)]:
         experts = block.experts
@@ -132,11 +131,7 @@ def pack(model: nn.Module, linear: Callable = PackedLinear, min_weights: int | N
 
 
 def rows_of(output_projection: nn.Module, ids_A: Tensor) -> Callable[[Tensor], Tensor]:
-    """A function to some outputs of a decoder's output projection, which may be packed."""
-    packed = hasattr(output_projection, "weight_OI")
-    weight_OI = output_projection.weight_OI if packed else output_projection.weight
-    bias_O = output_projection.bias_O if packed else output_projection.bias
-    bias_A = None if bias_O is None else bias_O[ids_A]
-    if packed:
-        return type(output_projection)(weight_OI[ids_A], bias_A)
-    return partial(nn.functional.linear, weight=weight_OI[ids_A], bias=bias_A)
+    """A function to some outputs of a decoder's output projection, which may be packed; it has no bias."""
+    if isinstance(output_projection, nn.Linear):
+        return partial(nn.functional.linear, weight=output_projection.weight[ids_A])
+    return type(output_projection)(output_projection.weight_OI[ids_A], None)
