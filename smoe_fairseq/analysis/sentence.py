@@ -49,9 +49,8 @@ class Stop:
 
     stratum: int  # counted from 0
     first: int  # the expert of its first choice, which determines its next stratum
-    experts: list[
-        tuple[int, float]
-    ]  # those that compute it, with weights, best first; may be empty
+    # Those that compute it, with weights, best first; may be empty.
+    experts: list[tuple[int, float]]
 
 
 @dataclass(frozen=True)

@@ -207,12 +207,13 @@ class BatchTranslator:
         check_texts(texts)
         task = self.translator.task_for(source, target)
         parts = [self._parts(text, options) for text in texts]
-        flat = [(part, not n) for of_text in parts for n, part in enumerate(of_text)]
+        flat = [part for of_text in parts for part in of_text]
+        begins = [not n for of_text in parts for n in range(len(of_text))]
         done(sum(not of_text for of_text in parts))
         by_index: dict[int, Translation] = {}
-        for batch, translations in self._translate(task, flat, options):
+        for batch, translations in self._translate(task, flat, begins, options):
             by_index.update(zip(batch, translations, strict=True))
-            done(sum(flat[index][1] for index in batch))
+            done(sum(begins[index] for index in batch))
         remaining = iter(by_index[index] for index in range(len(flat)))
         return [
             joined(text, [next(remaining) for _ in of_text], options.nbest, options.lenpen)
@@ -229,22 +230,20 @@ class BatchTranslator:
         def fits(part: str) -> bool:
             # A token has at least one letter; the initial blank and the end of sentence may be tokens, too.
             # Normalisation may expand letters beyond ASCII.
-            is_short = part.isascii() and len(part) + 2 <= longest
-            return (
-                is_short or len(encoded(self.translator, part, self.translator.src_dict)) <= longest
-            )
+            if part.isascii() and len(part) + 2 <= longest:
+                return True
+            return len(encoded(self.translator, part, self.translator.src_dict)) <= longest
 
         return divide(text, fits)
 
     def _translate(
-        self, task, parts: list[tuple[str, bool]], options: Options
+        self, task, texts: list[str], begins: list[bool], options: Options
     ) -> Iterator[tuple[list[int], list[Translation]]]:
         """Indices and translations of each batch.
 
         Args:
-            parts: texts, and whether each is the first part.
+            begins: whether each text is the first part of a whole one.
         """
-        texts, begins = [text for text, _ in parts], [begins for _, begins in parts]
         ids = [encoded(self.translator, text, task.source_dictionary) for text in texts]
         if not ids:
             return
