@@ -94,6 +94,14 @@ def test_the_mean_of_the_last_checkpoints(tmp_path):
         assert refused.returncode == 1 and f"--checkpoint {wrong}" in refused.stderr
 
 
+def test_a_study_analyses_the_checkpoint_that_it_scores(tmp_path):
+    recipe = {"arch": "smoe_transformer_tiny", "lr": 0.01, "max-tokens": 500, "max-update": 9}
+    own = {"pairs": ["en-fr"], "raw": {}, "experts": 4, "train": recipe, "checkpoint": "average:2"}
+    given = write_dataset(tmp_path / "c", "own", **own)
+    shown = step_here("study", "own", "smoe-2-2", "--dry-run", cwd=tmp_path, **given)
+    assert "--path runs/own/smoe-2-2/averaged/checkpoint_average_2.pt " in shown.stdout
+
+
 def test_flags_that_only_fairseqs_search_has_are_refused(prepared, tmp_path):
     run = tmp_path / "tiny/smoe-2-2"
     shutil.copytree(prepared / "runs/tiny/smoe-2-2", run)

@@ -113,6 +113,7 @@ def _names(*words: str) -> re.Pattern:
     return re.compile(rf"([^{{}}]|\{{({'|'.join(words)})\}})+")
 
 
+CHECKPOINT = re.compile(r"best|last|average:[1-9][0-9]*")  # of a run
 _COUNT = Number(1, whole=True)
 _SHARE = Settings(share=Number(0, 1), most=_COUNT)
 _SPLITS = Settings(train=str, valid=str, test=str)
@@ -165,7 +166,7 @@ SCHEMA: dict[str, Any] = {
         {name: _COUNT for name in ("sentences", "every", "patience", "beam")},
         metric={"chrf", "bleu"},
     ),
-    "checkpoint": re.compile(r"best|last|average:[1-9]\d*"),
+    "checkpoint": CHECKPOINT,
     "sacrebleu": {**_FLAGS, "width?": (None, _COUNT)},
     "study": [str],
     "methods": {str: _TRAINING_FLAGS},

@@ -12,7 +12,7 @@ from smoe_fairseq.recipes.evaluation import scores
 from smoe_fairseq.recipes.evaluation.evaluate import evaluate
 from smoe_fairseq.recipes.evaluation.grid import markdown
 from smoe_fairseq.recipes.evaluation.table import side_by_side
-from smoe_fairseq.recipes.folders import Folders, run_name, test_file
+from smoe_fairseq.recipes.folders import Folders, checkpoint_file, run_name, test_file
 from smoe_fairseq.recipes.processes import command, dry_run, run
 from smoe_fairseq.recipes.training.train import train
 
@@ -43,7 +43,7 @@ def _show(dataset: Dataset, method: str) -> None:
         for name, sentence in _sample(dataset, folder, direction, 7 * i).items():
             print(f"    {name:12}{sentence}")
     print("\nRequested capacity, mean over the validation set's tokens:")
-    checkpoint = folder / f"checkpoint_{dataset.checkpoint}.pt"
+    checkpoint = checkpoint_file(folder, dataset.checkpoint)
     with quietly():
         model, task = load(checkpoint, folders.binary)
         requested = requested_capacity(model, task)

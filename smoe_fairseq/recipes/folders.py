@@ -9,7 +9,7 @@ from pathlib import Path
 
 import smoe_fairseq
 from smoe_fairseq.errors import UsageError
-from smoe_fairseq.recipes.config import Dataset, both_orders
+from smoe_fairseq.recipes.config import CHECKPOINT, Dataset, both_orders
 from smoe_fairseq.recipes.processes import whole_number
 
 # Files in a data set's folder.
@@ -98,6 +98,18 @@ def shard_folders(folder: Path) -> list[Path]:
     """The shards in ``folder``, in order; ``folder`` itself if it has none."""
     shards = sum(1 for path in folder.glob("shard*") if path.is_dir())
     return [folder / name for name in shard_names(shards or 1)]
+
+
+def checkpoint_file(run: Path, which: str) -> Path:
+    """The checkpoint ``best``, ``last`` or ``average:N`` of a run's folder; raises UsageError for others."""
+    if not CHECKPOINT.fullmatch(which):
+        raise UsageError(
+            f"--checkpoint {which}: expected best, last or average:N, such as average:5"
+        )
+    kind, _, number = which.partition(":")
+    if number:
+        return run / "averaged" / f"checkpoint_average_{number}.pt"
+    return run / f"checkpoint_{kind}.pt"
 
 
 def test_file(dataset: Dataset, direction: str, language: str) -> Path:

@@ -32,7 +32,15 @@ from smoe_fairseq.recipes.data.download import tokenizer_file
 from smoe_fairseq.recipes.data.raw import check
 from smoe_fairseq.recipes.data.text_files import count_lines, progress
 from smoe_fairseq.recipes.evaluation import generate, metrics, scores
-from smoe_fairseq.recipes.folders import Folders, run_method, run_name, run_seed, seed_of, test_file
+from smoe_fairseq.recipes.folders import (
+    Folders,
+    checkpoint_file,
+    run_method,
+    run_name,
+    run_seed,
+    seed_of,
+    test_file,
+)
 from smoe_fairseq.recipes.processes import command, dry_run, run, step, warn
 from smoe_fairseq.recipes.training import identity
 from smoe_fairseq.recipes.training.train import data_arguments
@@ -177,10 +185,8 @@ def is_outdated(folder: Path) -> str:
     with suppress(UsageError, LookupError, OSError):  # not scored, or its checkpoints are gone
         state = read_json(folder / "test" / FILE, {"checkpoint": str})["checkpoint"]
         name = state.split()[0]
-        if number := re.fullmatch(r"checkpoint_average_(\d+)\.pt", name):
-            checkpoint, preparation = _averaged(folder, int(number[1]))
-        else:
-            checkpoint, preparation = _consolidated(folder / name)
+        which = name.removeprefix("checkpoint_").removesuffix(".pt").replace("_", ":")
+        checkpoint, preparation = _whole_checkpoint(folder, which)
         return name if preparation or _file_state(checkpoint) != state else ""
     return ""
 
@@ -256,12 +262,7 @@ def plan(dataset: Dataset, method: str, flags: Sequence[str], which: str) -> Eva
             raise UsageError(f"{flag} {value}: expected sentencepiece, as words are scored")
     folders = Folders(dataset.name)
     folder = folders.runs / run_name(dataset, method)
-    if not (match := re.fullmatch(r"best|last|average:([1-9][0-9]*)", which)):
-        raise UsageError(f"--checkpoint {which}: expected best, last or average:N, as average:5")
-    if match[1]:
-        checkpoint, preparation = _averaged(folder, int(match[1]))
-    else:
-        checkpoint, preparation = _consolidated(folder / f"checkpoint_{which}.pt")
+    checkpoint, preparation = _whole_checkpoint(folder, which)
     if not dry_run() and not preparation and not checkpoint.exists():
         seed = f" --seed {seed_of(dataset)}" * (folder.name != method)
         advice = f"run scripts/train.sh {dataset.name} {method}{seed}"
@@ -272,6 +273,13 @@ def plan(dataset: Dataset, method: str, flags: Sequence[str], which: str) -> Eva
         identity.check(folder, method, seed_of(dataset), folders.binary)
     directions = _directions(dataset, folders.raw)
     return Evaluation(dataset, folder, checkpoint, directions, tuple(flags), preparation)
+
+
+def _whole_checkpoint(folder: Path, which: str) -> tuple[Path, tuple[str, ...]]:
+    """A run's checkpoint in one file, and the commands that make it if necessary."""
+    file = checkpoint_file(folder, which)
+    number = which.partition(":")[2]
+    return _averaged(file, int(number)) if number else _consolidated(file)
 
 
 def _consolidated(parts: Path) -> tuple[Path, tuple[str, ...]]:
@@ -285,9 +293,9 @@ def _consolidated(parts: Path) -> tuple[Path, tuple[str, ...]]:
     return whole, () if _is_newer(whole, sharded) else preparation
 
 
-def _averaged(folder: Path, number: int) -> tuple[Path, tuple[str, ...]]:
+def _averaged(mean: Path, number: int) -> tuple[Path, tuple[str, ...]]:
     """The mean of the last checkpoints, and the commands that make it if necessary."""
-    saved = {}
+    folder, saved = mean.parents[1], {}
     for name in (file.name for file in folder.glob("checkpoint*.pt")):
         if match := _SAVED.fullmatch(name):
             saved[f"{match[1]}.pt"] = int(match[2] or 0), int(match[3] or 0)
@@ -298,7 +306,6 @@ def _averaged(folder: Path, number: int) -> tuple[Path, tuple[str, ...]]:
             f"--checkpoint average:{number}: {folder} has {len(last)} checkpoints of updates or epochs: "
             "keep more with --save-interval-updates and --keep-interval-updates of training"
         )
-    mean = folder / "averaged" / f"checkpoint_average_{number}.pt"
     parts = [folder / name for name in last]
     inputs = [file for part in parts for file in (rank_files(part).values() or [part])]
     average = command("smoe", "average", *parts, "--output", mean, "--force")

@@ -29,7 +29,7 @@ from smoe_fairseq.recipes.config import Dataset, arguments, flag_values
 from smoe_fairseq.recipes.evaluation import scores
 from smoe_fairseq.recipes.evaluation.comparison import spearman
 from smoe_fairseq.recipes.evaluation.scores import Score
-from smoe_fairseq.recipes.folders import Folders, path_from_environment, run_seed
+from smoe_fairseq.recipes.folders import Folders, checkpoint_file, path_from_environment, run_seed
 from smoe_fairseq.recipes.processes import command
 from smoe_fairseq.recipes.training import identity
 from smoe_fairseq.recipes.training.launcher import visible_gpus
@@ -184,7 +184,7 @@ def _experts_per_token(logged: Mapping[int, Mapping[str, float]]) -> float | Non
 
 def commands(dataset: Dataset, run: Path) -> list[str]:
     """The commands that analyse the test set, for `routing_summary`."""
-    checkpoint = run / f"checkpoint_{dataset.checkpoint}.pt"
+    checkpoint = checkpoint_file(run, dataset.checkpoint)
     data = Folders(dataset.name).binary_path(dataset.shards)
     analyze = ("smoe", "analyze", data, "--path", checkpoint, "--gen-subset", "test")
     return [command("rm", "-rf", run / ANALYSIS), command(*analyze, "--output", run / ANALYSIS)]
