@@ -33,7 +33,8 @@ def test_an_export_is_taken_back(trained, tmp_path, system):  # noqa: F811
     expected, found = load(source)["model"], load(output)["model"]
     assert found.keys() == expected.keys()
     for name, tensor in found.items():
-        assert torch.equal(tensor, expected[name]), name
+        if not name.endswith("._float_tensor"):  # which fairseq never set in these checkpoints
+            assert torch.equal(tensor, expected[name]), name
     ours = SMoETransformerModel.from_pretrained(output)
     translator = BatchTranslator(ours)
     said = [t.hypotheses[0].text for t in translator.translate_batch(TRANSLATED, "src", "tgt")]

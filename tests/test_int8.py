@@ -31,6 +31,8 @@ def rounded(x_NI, most: int):
 @pytest.mark.parametrize("most", [127, 63])
 @pytest.mark.parametrize("rows", [0, 1, 7, 8, 9, 40])
 def test_a_linear_map_is_that_of_the_rounded_numbers(monkeypatch, rows, most):
+    if most > levels():
+        pytest.skip("this CPU adds products in 16 bits, which saturate")
     monkeypatch.setattr(int8, "levels", lambda: most)
     x_NI, weight_OI, bias_O = torch.randn(rows, 50), torch.randn(33, 50), torch.randn(33)
     weight_OI[5] = 0
