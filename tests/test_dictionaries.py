@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from commands import preprocess, refused, run
 from fairseq.data import Dictionary
+from sampling import soak
 from test_expert_parallel_checkpoints import call, refusal
 from test_lock import SMALL
 from test_trainer import GLOO, MOE
@@ -46,7 +47,7 @@ def sentence(checkpoint, file, name="source") -> str:
 
 @pytest.mark.parametrize(
     "given",
-    [["--restore-file"], ["--restore-file", "--reset-optimizer", "--reset-dataloader"]]
+    [["--restore-file"], soak(["--restore-file", "--reset-optimizer", "--reset-dataloader"])]
     + [["--finetune-from-model"]],
     ids=lambda given: given[0].strip("-") + "-reset" * (len(given) > 1),
 )

@@ -110,7 +110,7 @@ print("calls", len(calls))
 """
 
 
-@pytest.mark.parametrize("flags", [MOE, [*TINY, "--user-dir", PLUGIN]], ids=["moe", "stock"])
+@pytest.mark.parametrize("flags", [MOE, soak([*TINY, "--user-dir", PLUGIN])], ids=["moe", "stock"])
 def test_amp_repeats_a_batch_that_overflows(small_corpus, tmp_path, flags):
     """fairseq's `train_step` then calls itself, inside of what ours has entered."""
     more = ["--save-dir", tmp_path, "--amp", "--max-update", 2, "--disable-validation"]

@@ -106,7 +106,7 @@ def test_resuming_a_finished_run_changes_nothing(small_corpus, finished):
     "flags",
     [
         *(["--bf16"], soak(["--fp16", "--fp16-no-flatten-grads"]), ["--memory-efficient-fp16"]),
-        *(soak(["--amp"]), ["--checkpoint-activations"]),
+        *map(soak, [["--amp"], ["--checkpoint-activations"]]),
     ],
     ids=lambda flags: flags[0].strip("-"),
 )
@@ -131,7 +131,7 @@ def test_experts_on_resume_of_a_dense_model(small_corpus, tmp_path):
     refused(result, "smoe upcycle")
 
 
-@pytest.mark.parametrize("size", [0, 3_000, -100])
+@pytest.mark.parametrize("size", [0, soak(3_000), -100])
 def test_a_checkpoint_that_was_cut_off_is_named(small_corpus, finished, size):
     last = finished / "checkpoint_last.pt"
     last.write_bytes(last.read_bytes()[:size])

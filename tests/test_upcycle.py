@@ -6,6 +6,7 @@ import pytest
 import torch
 from commands import changed, contents, generate, load
 from fairseq import checkpoint_utils
+from sampling import soak
 from test_expert_parallel_checkpoints import call, refusal
 from test_malicious_checkpoints import older
 from test_model import PAD, make_batch
@@ -61,7 +62,7 @@ def test_one_stratum_answers_as_the_dense_model(request, dense, pre_norm, tmp_pa
     "words, part",
     [
         ("--smoe-strata 4-4", 0.25),
-        ("--smoe-strata 4 --smoe-chain 2", 0.4),
+        soak("--smoe-strata 4 --smoe-chain 2", 0.4),
         ("--smoe-strata 2-2-2-2 --moe-freq 1", 0.65),
     ],
 )
@@ -85,6 +86,7 @@ def test_several_strata_begin_near_it_whatever_the_gates_choose(
     assert near[0] != near[1] and max(near) < far * part
 
 
+@pytest.mark.soak
 def test_a_whole_command_line(dense, small_corpus, tmp_path):
     """Translations are the dense model's, training goes on from its loss, over processes too."""
     output = tmp_path / "up.pt"

@@ -7,7 +7,6 @@ import pytest
 import torch
 from commands import PLUGIN, hypotheses, run
 from sacrebleu.metrics import BLEU, CHRF
-from sampling import soak
 
 BY_CHRF = ("--best-checkpoint-metric", "chrf", "--maximize-best-checkpoint-metric")
 SIZES = """--arch smoe_transformer_tiny --encoder-layers 2 --decoder-layers 2 --encoder-embed-dim 32
@@ -99,7 +98,8 @@ def test_refused(corpus, tmp_path, flags):
     assert not list(tmp_path.glob("*.pt"))
 
 
-@pytest.mark.parametrize("sharded", [soak(False), True])
+@pytest.mark.soak
+@pytest.mark.parametrize("sharded", [False, True])
 def test_several_ranks_have_the_scores_of_one(corpus, tmp_path, ranks, sharded):
     """The replicated ones share the sentences, the sharded ones all translate all of them."""
     flags = ["--validate-sentences", 9, "--max-update", 6]
