@@ -78,6 +78,9 @@ def unpack(dataset: Dataset, downloads: Path, target: Path) -> None:
     names = {name for names in all_publisher_names(dataset) for name in names}
     names |= {f"{name}.gz" for name in names}
     archives = [downloads / remote.name for remote in remote_files(dataset)]
+    for archive in archives:
+        if not archive.is_file():
+            raise UsageError(f"{archive} is missing: scripts/prepare.sh {dataset.name} fetches it")
     with whole_folder(target) as partial:
         wanted = {name: partial / name for name in names}
         counts = {archive: extract(archive, wanted) for archive in archives}
