@@ -210,6 +210,8 @@ def test_the_first_paragraph(results, tmp_path):
         (tmp_path / "scores.json").write_text(json.dumps(content))
         bleu = " Its BLEU on the test set is 30.5, the mean of 2 directions."
         assert report.summary(found, checkpoint) == text + bleu * said
+        in_folder = tmp_path / "averaged/best.pt"  # of a run that is scored
+        assert report.summary(found, in_folder) == text + bleu * said
 
 
 def test_the_page_escapes_what_it_is_given(results):

@@ -536,6 +536,7 @@ def test_comet_scores_what_is_translated_already(scored):
         file.write_text(json.dumps(result))
     words = ("--metric", "comet", "--compare", "moe", "smoe-2-2")
     compared = run_program("smoe", "table", "tiny", *words, cwd=scored, **configs).stdout
+    assert "COMET model:another" in compared and "sacreBLEU's COMET" not in compared
     (row,) = (line.split("|") for line in compared.splitlines() if line.startswith("| fr-en"))
     assert float(row[-2]) == pytest.approx(1 / 1001, abs=5e-4)
 

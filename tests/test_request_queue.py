@@ -1,6 +1,7 @@
 """The queue before the model: what becomes a batch, what is refused, what is dropped."""
 
 import threading
+import time
 from concurrent.futures import CancelledError
 
 import pytest
@@ -88,6 +89,17 @@ def test_the_first_waits_for_others_to_come():
     futures = [queue.submit([text], "a")[0] for text in "123"]  # full: it waits no longer
     assert results(futures) == ["a 1", "a 2", "a 3"]
     assert model.batches == [("a", ["1", "2", "3"])]
+    queue.close(30)
+
+
+def test_it_goes_on_when_the_texts_it_waits_with_are_cancelled():
+    """Only texts of another kind are left then, which are not of its batch."""
+    model = Model()
+    queue = RequestQueue(model.translate, max_batch=3, max_waiting=8, linger=0.5)
+    (first,) = queue.submit(["1"], "a")
+    time.sleep(0.1)  # it waits for others of this kind
+    assert first.cancel()
+    assert results(queue.submit(["2"], "b")) == ["b 2"]
     queue.close(30)
 
 

@@ -36,7 +36,10 @@ def summary(results: Results, checkpoint: Path) -> str:
         f"{' and at '.join(means)}."
     )
     try:
-        content = read_json(checkpoint.parent / "scores.json", SCORES)
+        files = [
+            folder / "scores.json" for folder in checkpoint.parents[:2]
+        ]  # an average's is above
+        content = read_json(next(filter(Path.exists, files), files[0]), SCORES)
         if content["checkpoint"] != checkpoint.name:
             return text
         bleus = [content["scores"][name]["bleu"] for name in results.directions]

@@ -427,7 +427,9 @@ def _contradiction(c: MoEConfig, strata: Strata) -> str | None:
             "{dropout_per} layer: with {norms} released there is no residual around the layer; expected "
             "stratum"
         )
-    for name in ("shared_experts", "residual", "cmr"):
+    if several and c.shared_experts:
+        return f"{{shared_experts}} {c.shared_experts}: {one}"
+    for name in ("residual", "cmr"):
         if several and getattr(c, name):
             return f"{{{name}}}: {one}"
     if c.residual and c.cmr:

@@ -175,7 +175,7 @@ class RequestQueue:
         self._worker.join(timeout)
 
     def _work(self) -> None:
-        while batch := self._next_batch():
+        while (batch := self._next_batch()) is not None:
             # From here on futures cannot be cancelled; cancelled ones are dropped.
             batch = [entry for entry in batch if entry.future.set_running_or_notify_cancel()]
             self.translating = len(batch)
@@ -183,12 +183,15 @@ class RequestQueue:
                 self._translate(batch)
             self.translating = 0
 
-    def _next_batch(self) -> list[_Waiting]:
-        """The first waiting text and others of its kind, in their order; empty if the queue is closed."""
+    def _next_batch(self) -> list[_Waiting] | None:
+        """The first waiting text and others of its kind, in their order; None if the queue is closed.
+
+        Empty if all have been cancelled meanwhile.
+        """
         with self._changed:
             self._changed.wait_for(lambda: self._waiting or self._closed)
             if self._closed:
-                return []
+                return None
             kind = self._waiting[0].kind
             end = time.monotonic() + self.linger
             while not self._closed and self._count(kind) < self.max_batch:

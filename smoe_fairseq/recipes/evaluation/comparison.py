@@ -175,8 +175,7 @@ def comparison(dataset: Dataset, first: str, second: str, metric: str = scores.B
         notes += [f"{name}: {', '.join(system.runs)}" for name, system in systems.items()]
         notes.append(_smallest_p_note(*points))
         notes += _paired_note(systems.values(), points)
-    label = "sacreBLEU" if metric == scores.BLEU else f"sacreBLEU's {metric}"
-    notes += [f"{label} {signature}" for signature in sorted(signatures)]
+    notes += [f"{scores.label(metric)} {signature}" for signature in sorted(signatures)]
     for run in [*one.runs, *other.runs]:
         notes += [*state_notes(dataset, run), *scores.search_notes(dataset, run)]
     return Grid(header, rows, notes)

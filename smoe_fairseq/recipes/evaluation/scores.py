@@ -169,6 +169,11 @@ def mean_bleu(scored: Mapping[str, Score]) -> float:
     return mean_of(scored, lambda score: score.bleu)
 
 
+def label(metric: str) -> str:
+    """What a table calls a metric."""
+    return {BLEU: "sacreBLEU", COMET: COMET}.get(metric, f"sacreBLEU's {metric}")
+
+
 def chrf(score: Score) -> float | None:
     """chrF++ in points."""
     return score.others[CHRF][0] if CHRF in score.others else None

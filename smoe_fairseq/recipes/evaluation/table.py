@@ -204,8 +204,7 @@ def _notes(
     points = scores.points(result, metric)
     missing = [d for d in dataset.directions if d not in points]
     signatures = sorted({signature for _, signature in points.values()})
-    label = {scores.BLEU: "sacreBLEU", scores.COMET: metric}.get(metric, f"sacreBLEU's {metric}")
-    notes = [f"{name}: {label} {signature}" for signature in signatures]
+    notes = [f"{name}: {scores.label(metric)} {signature}" for signature in signatures]
     notes += state_notes(dataset, name)
     if result and not points:
         comet = " --comet comet-score" * (metric == scores.COMET)
