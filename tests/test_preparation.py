@@ -245,7 +245,7 @@ def test_full_disk(tmp_path, raw, given, prepared, name, workers):
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
 
 
-# A step of as much work as is wanted, whose processes tell their numbers.
+# A step whose processes tell their numbers, and then take long for a unit.
 ENDLESS = """
 import os, sys, time
 from pathlib import Path
@@ -255,7 +255,7 @@ from smoe_fairseq.files import whole_folder
 
 def work(unit):
     Path(f"pids/{os.getpid()}").touch()
-    time.sleep(0.02)
+    time.sleep(0.02 if unit < 60 else 600)
     return unit
 
 @ends_with_sentence()

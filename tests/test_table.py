@@ -11,8 +11,10 @@ from pathlib import Path
 import pytest
 import sacrebleu
 from commands import run
+from test_recipes import write_dataset
 
 from smoe_fairseq.recipes.config import arguments, load_dataset
+from smoe_fairseq.recipes.evaluation.comparison import permutation_p
 from smoe_fairseq.recipes.evaluation.scores import Score
 from smoe_fairseq.recipes.evaluation.table import Column, average
 
@@ -111,6 +113,10 @@ def test_scores_with_the_tokenizer_of_each_language_are_averaged():
     assert mean(en="zh", zh="13a") == 25
     assert mean(en="13a", zh="13a") == 25
     assert mean(en="char", zh="13a") is None
+    # The signature of MeCab's has versions.
+    japanese = {"en-ja": Score(20.0, "nrefs:1|tok:ja-mecab-0.996-IPA|v:2", 9)}
+    japanese["ja-en"] = Score(30.0, "nrefs:1|tok:13a|v:2", 9)
+    assert average(japanese, Column("average", tuple(japanese))) == 25
 
 
 def change_scores(run: Path, direction: str = "", **values) -> None:
@@ -294,6 +300,34 @@ def test_paired_bootstrap(two_systems):
     assert rows["en-fr"]["p"] == rows["en-fr"]["dense"] == "-"
     again = table(folder, "multi30k", "--compare", "dense", "moe", "--format", "csv").stdout
     assert again == lines
+
+
+def test_flags_of_the_metric_are_those_of_the_test(two_systems, tmp_path):
+    """Translations that differ in case alone are equal where case does not count."""
+    folder, *_ = two_systems
+    better = folder / "runs/multi30k/moe/test/en-de.txt"
+    better.write_text((folder / "runs/multi30k/dense/test/en-de.txt").read_text().lower())
+    recipe = {"pairs": ["en-de"], "raw": {}, "train": {"arch": "smoe_transformer_tiny"}}
+    write_dataset(tmp_path / "c", "multi30k", **recipe, sacrebleu={"lowercase": True})
+    words = ("multi30k", "--compare", "dense", "moe", "--format", "csv")
+    lines = table(folder, *words, configs=str(tmp_path / "c")).stdout.splitlines()
+    (row,) = csv.DictReader([line for line in lines if line.count(",") == 4][:2])
+    assert row["p"] == "1.0000"
+
+
+def test_runs_that_are_still_being_scored_are_compared(two_systems):
+    folder, *_ = two_systems
+    words = ("multi30k", "--compare", "dense", "moe", "--format", "csv")
+    before = table(folder, *words).stdout.splitlines()[:3]
+    run = folder / "runs/multi30k/moe"
+    (run / "scores.json").rename(run / "test/scores.json")
+    (run / "test").rename(run / "test.partial")
+    assert table(folder, *words).stdout.splitlines()[:3] == before
+
+
+def test_many_seeds_are_drawn_from():
+    """2.7 million permutations, of which two are as far apart."""
+    assert permutation_p(range(12), range(100, 112)) < 1e-4
 
 
 def test_equal_translations_do_not_differ_significantly(two_systems):

@@ -164,12 +164,12 @@ def _advice(row: Row, dataset: Dataset) -> Iterator[str]:
     if empty := counts["empty tests"]:
         yield f"{empty:,} pairs of the test set have an empty side: remove them"
     for name, words in (("repeated", "are repeated"), ("equal", "are the same on both sides")):
-        if counts[name] * 10 > kept:
+        if counts[name] * 10 > kept and dataset.clean.get(name) != "drop":
             yield f"{counts[name]:,} training pairs {words}: set `clean: {{{name}: drop}}`"
     if quoted := counts["quoted"]:
         quotes = "are quoted as a spreadsheet quotes them, and the quotes are kept as text"
         yield f"{quoted:,} training pairs {quotes}: export them without quotes"
-    if (number := counts["max-ratio"]) * 100 > kept:
+    if (number := counts["max-ratio"]) * 100 > kept and "max-ratio" not in dataset.clean:
         unlike = f"one side has more than {MAX_RATIO} times the words of the other"
         yield f"in {number:,} training pairs {unlike}: set `clean: {{max-ratio: {MAX_RATIO}}}`"
     if long := counts["too long"]:

@@ -163,6 +163,10 @@ def workers_for(make: Callable, *arguments: Any, count: int) -> Iterator[Callabl
     except BrokenProcessPool:
         killed = "a worker process was killed, as the system does where memory runs out"
         raise UsageError(f"{killed}: repeat with fewer WORKERS") from None
+    except BaseException:  # do not wait for the current units, which may take hours
+        for process in (pool._processes or {}).copy().values():
+            process.terminate()
+        raise
     finally:
         pool.shutdown(cancel_futures=True)
 

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from sacrebleu.metrics import BLEU, CHRF
 from sacrebleu.metrics.base import Metric
 from sacrebleu.significance import PairedTest
 
@@ -18,10 +17,11 @@ from smoe_fairseq.recipes.config import Dataset
 from smoe_fairseq.recipes.evaluation import scores
 from smoe_fairseq.recipes.evaluation.evaluate import state_notes
 from smoe_fairseq.recipes.evaluation.grid import Grid, number
-from smoe_fairseq.recipes.evaluation.metrics import tokenizer_of
+from smoe_fairseq.recipes.evaluation.metrics import metrics_of, tokenizer_of
 from smoe_fairseq.recipes.folders import Folders, run_method, run_order, run_seed, test_file
 
 SAMPLES = 1000  # of the bootstrap
+PERMUTATIONS = 200_000  # the most that are computed
 BySeed = Mapping[int | None, float]
 
 
@@ -77,12 +77,14 @@ class SentenceCounter:
         self.reference = test_file(dataset, direction, direction.split("-")[1])
         references = scores.lines_of(self.reference)
         self.sentences = len(references)
-        if metric == scores.CHRF:
-            self.metric: Metric = CHRF(word_order=2, references=[references])
-        else:
-            own = tokenizer_of(dataset.sacrebleu, direction.split("-")[1])
-            tokenize = scores.SPBLEU_TOKENIZER if metric == scores.SPBLEU else own
-            self.metric = BLEU(tokenize=tokenize, references=[references])
+        tokenizer = tokenizer_of(dataset.sacrebleu, direction.split("-")[1])
+        changed = {
+            scores.BLEU: {"metrics": ["bleu"], "tokenize": tokenizer},
+            scores.SPBLEU: {"metrics": ["bleu"], "tokenize": scores.SPBLEU_TOKENIZER},
+            scores.CHRF: {"metrics": ["chrf"], "chrf-word-order": 2, "tokenize": tokenizer},
+        }
+        self.metric: Metric
+        (self.metric,) = metrics_of(dataset.sacrebleu | changed[metric], references)
 
     def count(self, translations: Path) -> np.ndarray:
         """sacreBLEU's counts, ``(sentences, counts)``; raises UsageError for another number of lines."""
@@ -202,11 +204,18 @@ class _System:
         return [*map(statistics.fmean, points)]
 
     def translations(self, direction: str) -> list[Path]:
-        return [self.folder / run / "test" / f"{direction}.txt" for run in self.runs]
+        """Next to the scores that `scores.read` has read."""
+        folders = [self.folder / run for run in self.runs]
+        finished = ((folder / scores.FILE).exists() for folder in folders)
+        names = ("test" if each else scores.UNFINISHED for each in finished)
+        return [f / name / f"{direction}.txt" for f, name in zip(folders, names)]
 
 
 def permutation_p(first: Sequence[float], second: Sequence[float]) -> float | None:
-    """The two-sided p-value of the permutation test; None unless both have two runs."""
+    """The two-sided p-value of the permutation test; None unless both have two runs.
+
+    It draws `PERMUTATIONS` if there are more.
+    """
     if min(len(first), len(second)) < 2:
         return None
     from scipy import stats
@@ -215,16 +224,18 @@ def permutation_p(first: Sequence[float], second: Sequence[float]) -> float | No
         # Equal means may differ in the last digits, by the order of summation.
         return np.abs(one.mean(axis) - other.mean(axis)).round(9)
 
-    options = {"alternative": "greater", "n_resamples": math.inf}  # all permutations
+    options = {"alternative": "greater", "n_resamples": PERMUTATIONS, "random_state": 12345}
+    options["batch"] = 10_000  # as many fit into memory
     return float(stats.permutation_test((first, second), distance, **options).pvalue)
 
 
 def _smallest_p_note(first: Sequence[float], second: Sequence[float]) -> str:
     """A note on the smallest possible p-value of the permutation test for this number of runs."""
-    if permutation_p(first, second) is None:
+    if min(len(first), len(second)) < 2:
         return "p (seeds) takes two runs of each"
-    apart = permutation_p(range(len(first)), range(100, 100 + len(second)))
-    return f"p (seeds): permutation test over the runs; with so many it is at least {apart:.4f}"
+    permutations = math.comb(len(first) + len(second), len(first))
+    least = max((1 + (len(first) == len(second))) / permutations, 1 / (PERMUTATIONS + 1))
+    return f"p (seeds): permutation test over the runs; with so many it is at least {least:.4f}"
 
 
 def _paired_note(systems: Collection["_System"], points: Sequence[Sequence[float]]) -> list[str]:

@@ -119,6 +119,9 @@ class Evaluation:
     def resume(self) -> dict[str, scores.Score]:
         """The scores so far of an interrupted evaluation; deletes those of a different one."""
         if self._matches(self.complete) and not self.partial.exists():
+            for direction in self.directions:
+                with suppress(UsageError):  # not translated
+                    self.add_scores(self.complete, direction)
             if len(scored := self.scored(self.complete)) == len(self.directions):
                 return scored
         if not self._matches(self.partial):
@@ -135,10 +138,23 @@ class Evaluation:
                 scored[direction] = self.score(folder, direction)
         return scored
 
+    def add_scores(self, folder: Path, direction: str) -> None:
+        """Write sacreBLEU's output for translations where it is missing, as a dry run's commands do."""
+        for kind, flags in self.scorings(direction).items():
+            file = folder / f"{direction}{kind}.json"
+            if not file.exists():
+                texts = folder / f"{direction}.txt", self.reference(direction)
+                write_whole(file, metrics.score(*map(metrics.lines_of, texts), flags) + "\n")
+
     def score(self, folder: Path, direction: str) -> scores.Score:
         """The score in a folder, of the present test set."""
         checksum = scores.test_checksums(self.dataset, [direction]).get(direction)
         return replace(scores.read_score(folder, direction), test_checksum=checksum)
+
+    def has_saved(self, scored: dict[str, scores.Score]) -> bool:
+        with suppress(UsageError):  # invalid
+            return scores.read(self.folder) == scored
+        return False
 
     def save(self, scored: dict[str, scores.Score], folder: Path) -> None:
         """Write ``scores.json``, in the data set's order."""
@@ -252,6 +268,8 @@ def evaluate(dataset: Dataset, method: str, flags: Sequence[str], checkpoint: st
 def plan(dataset: Dataset, method: str, flags: Sequence[str], which: str) -> Evaluation:
     """The evaluation of a method's run with the seed ``SEED``; ``which`` is the checkpoint."""
     method_flags(method, dataset)  # raises for an unknown method
+    if "bleu" not in (named := dataset.sacrebleu.get("metrics") or ["bleu"]):
+        raise UsageError(f"`sacrebleu: metrics` is {named}: expected bleu among them")
     given = flag_values([*arguments(dataset.generate), *flags])
     for flag in {f"--{name}" for name in RECIPE_FLAGS} & given.keys():
         raise UsageError(
@@ -374,6 +392,8 @@ def _translate(evaluation: Evaluation) -> None:
                     _print_score(direction, scored[direction], f"{len(scored)} of {count}")
     if evaluation.partial.exists():
         evaluation.finish(scored)
+    elif not evaluation.has_saved(scored):
+        evaluation.save(scored, evaluation.folder)
 
 
 def _check_model(evaluation: Evaluation) -> None:
@@ -398,15 +418,13 @@ def _check_model(evaluation: Evaluation) -> None:
 
 
 def _score(evaluation: Evaluation, direction: str) -> scores.Score:
-    """Write the translations and sacreBLEU's output, as the commands of a dry run do."""
+    """Write the translations and sacreBLEU's output."""
     translations = generate.best_translations(evaluation.generated(direction))
     folder = evaluation.partial
+    for file in folder.glob(f"{direction}.*json"):  # of an evaluation that was cut short
+        file.unlink()
     write_whole(folder / f"{direction}.txt", "".join(f"{line}\n" for line in translations))
-    translations = [line.rstrip() for line in translations]
-    references = metrics.lines_of(evaluation.reference(direction))
-    for kind, flags in evaluation.scorings(direction).items():
-        output = metrics.score(translations, references, flags)
-        write_whole(folder / f"{direction}{kind}.json", f"{output}\n")
+    evaluation.add_scores(folder, direction)
     return evaluation.score(folder, direction)
 
 

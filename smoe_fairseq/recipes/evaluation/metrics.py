@@ -51,24 +51,32 @@ def score(translations: Sequence[str], references: Sequence[str], settings: Flag
 
     Raises UsageError for an unknown flag, or another number of translations than references.
     """
-    from sacrebleu.metrics import METRICS
-    from sacrebleu.utils import args_to_dict
-
     if (made := len(translations)) != (expected := len(references)):
         unlike = f"{made:,} translations and {expected:,} references"
         skipping = "--skip-invalid-size-inputs-valid-test"
         raise UsageError(f"{unlike}: evaluate again, without {skipping} if it was given")
-    args = _parsed(tuple(arguments(settings)))
-    results = []
+    args, results = _parsed(tuple(arguments(settings))), []
     with quietly():
-        for name in sorted(args.metrics):
-            options = args_to_dict(args, name.lower(), strip_prefix=True)
-            metric = METRICS[name.upper()](**options, references=[list(references)])
+        for metric in metrics_of(settings, references):
             samples = args.confidence_n if args.confidence else 1
             result = metric.corpus_score(list(translations), None, n_bootstrap=samples)
             signature = metric.get_signature().format(False)
             results.append(result.format(args.width, False, signature, True))
     return results[0] if len(results) == 1 else "[\n" + ",\n".join(results) + "\n]"
+
+
+def metrics_of(settings: Flags, references: Sequence[str]) -> list:
+    """sacreBLEU's metrics of these flags, by name."""
+    from sacrebleu.metrics import METRICS
+    from sacrebleu.utils import args_to_dict
+
+    args = _parsed(tuple(arguments(settings)))
+    return [
+        METRICS[name.upper()](
+            **args_to_dict(args, name.lower(), strip_prefix=True), references=[list(references)]
+        )
+        for name in sorted(args.metrics)
+    ]
 
 
 def _parsed(words: tuple[str, ...]):

@@ -1,6 +1,7 @@
 """``smoe table``: the scores of a data set's runs next to the paper's."""
 
 import itertools
+import re
 import statistics
 import sys
 from collections import Counter
@@ -160,7 +161,10 @@ def _are_comparable(points: Mapping[str, tuple[float, str]]) -> bool:
     def usual(direction: str) -> str:
         return metrics.tokenizer_of({"tokenize": metrics.AUTO}, direction.split("-")[1])
 
-    kinds = {s.replace(f"tok:{usual(d)}", f"tok:{metrics.AUTO}") for d, s in signatures.items()}
+    # The signature of a tokenizer by MeCab has the versions of it and of its dictionary.
+    kinds = {
+        re.sub(rf"tok:{re.escape(usual(d))}[^|]*", "tok:auto", s) for d, s in signatures.items()
+    }
     return len(set(signatures.values())) <= 1 or len(kinds) == 1
 
 
