@@ -19,6 +19,7 @@ from test_training import PLUGIN
 
 from smoe_fairseq.errors import UsageError
 from smoe_fairseq.models import SMoETransformerModel
+from smoe_fairseq.translate.translator import divide
 
 SEARCH = {"beam": 2, "max_len_b": 10}  # as the recipe's evaluation was told
 
@@ -177,6 +178,35 @@ def test_a_sentence_that_is_too_long_is_divided_or_named(model):
     assert model.translate(["1 2 3. " * 600], source_lang="fr", beam=1, max_len_b=2)
     with pytest.raises(UsageError, match="1024"):
         model.encode("1 2 3 " * 1000)
+
+
+@pytest.mark.parametrize(
+    "sentences, between",
+    [
+        (["今天天气很好。", "我们去公园散步。", "孩子们在玩。"] * 2, ""),
+        (["पहला वाक्य यहाँ है।", "दूसरा वाक्य यहाँ है।", "तीसरा वाक्य भी यहाँ है।"], " "),
+        (["یہ پہلا جملہ ہے۔", "یہ دوسرا جملہ ہے۔", "کیا یہ تیسرا ہے؟"], " "),
+        (["One two three.", "Four five six!", "Seven?"], " "),
+    ],
+)
+def test_a_long_text_is_divided_at_the_ends_of_sentences(sentences, between):
+    """And nothing is put between those that stay together."""
+    text = between.join(sentences)
+    parts = divide(text, lambda part: len(part) <= 25)
+    assert between.join(parts) == text and 1 < len(parts) <= len(sentences)
+    assert all(part[-1] in "。।۔؟.!?" for part in parts)
+
+
+def test_a_limit_goes_before_a_minimum_and_a_prefix_before_repetitions(model):
+    """Else no token is left to choose."""
+    direction = {"source_lang": "en", "target_lang": "fr"}
+    texts, short = ["1", "1 2 3 4 5 6"], {"min_len": 6, "max_len_a": 1, "max_len_b": 0}
+    translated = model.translations(texts, **short, **direction)
+    lengths = [len(each.hypotheses[0].tokens) for each in translated]
+    assert lengths[0] < 6 <= lengths[1]
+    once = {"prefix": "1 1", "no_repeat_ngram_size": 1}
+    (repeated,) = model.translations(["1 2 3"], **once, **direction)
+    assert repeated.hypotheses[0].text.startswith("1 1")
 
 
 def test_one_direction_needs_no_other_word(two_updates, small_corpus):

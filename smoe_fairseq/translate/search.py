@@ -364,12 +364,14 @@ class _Run:
             lprobs_BWV.masked_fill_(~free_B.view(-1, 1, 1), _NEVER)
             lprobs_BWV.scatter_(2, index_BW1, value_BW1.masked_fill_(free_B.view(-1, 1, 1), _NEVER))
         if step < options.min_len:
-            lprobs_BWV[:, :, self.eos] = _NEVER
+            lprobs_BWV[:, :, self.eos].masked_fill_((step < limit_B).unsqueeze(1), _NEVER)
         output_BWT = tokens_BWT[:, :, 1:]  # without the decoder's first token
         if 0 < (n := options.no_repeat_ngram_size) <= output_BWT.shape[2]:
             ngrams_BWNn = output_BWT.unfold(2, n, 1)
             last_BW1n = output_BWT[:, :, output_BWT.shape[2] + 1 - n :].unsqueeze(2)
             again_BWN = (ngrams_BWNn[..., :-1] == last_BW1n).all(3)
+            if forced_B is not None:  # a prefix may repeat itself
+                again_BWN &= (forced_B == self.pad).view(-1, 1, 1)
             banned_BWN = self.columns(ngrams_BWNn[..., -1]).masked_fill(~again_BWN, self.pad)
             lprobs_BWV.scatter_(2, banned_BWN, _NEVER)  # padding is never chosen anyway
 

@@ -50,7 +50,11 @@ def check_texts(texts: Iterable) -> None:
 
 # Texts that are too long for a model are divided: at ends of sentences, then of clauses, then of words.
 
-_MARKS = (r"(?<=[.!?…])\s+|(?<=[。！？])", r"(?<=[,;:–—])\s+|(?<=[，；：、])", r"\s+")
+_MARKS = (
+    r"(?<=[.!?…।॥؟۔։።])\s+|(?<=[。！？])",
+    r"(?<=[,;:–—،؛])\s+|(?<=[，；：、])",
+    r"\s+",
+)
 
 
 def divide(text: str, fits: Callable[[str], bool], marks: tuple[str, ...] = _MARKS) -> list[str]:
@@ -67,11 +71,15 @@ def divide(text: str, fits: Callable[[str], bool], marks: tuple[str, ...] = _MAR
             return [text]
         return [part for side in (text[:half], text[half:]) for part in divide(side, fits, ())]
     parts: list[str] = []
-    for piece in filter(None, re.split(marks[0], text)):
-        if parts and fits(joined := f"{parts[-1]} {piece}"):
-            parts[-1] = joined
-        else:
-            parts += divide(piece, fits, marks[1:])
+    start, begin = None, 0  # of the last part, if it may get longer, and of the piece
+    for match in [*re.finditer(marks[0], text), None]:
+        end, after = match.span() if match else (len(text), len(text))
+        if begin < end and start is not None and fits(text[start:end]):
+            parts[-1] = text[start:end]
+        elif begin < end:
+            parts += divide(text[begin:end], fits, marks[1:])
+            start = end - len(parts[-1])
+        begin = after
     return parts
 
 
