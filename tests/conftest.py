@@ -4,12 +4,13 @@ import gc
 import json
 import os
 import random
+import shutil
 import signal
 from pathlib import Path
 
 import handmade
 import pytest
-from commands import preprocess, run, train
+from commands import changed, preprocess, run, train
 from filelock import FileLock
 from ranks import Ranks
 from sampling import pairwise
@@ -147,6 +148,23 @@ def two_updates(small_corpus, tmp_path_factory) -> Path:
 def sparse(two_updates) -> Path:
     """Its checkpoint."""
     return two_updates / "checkpoint_last.pt"
+
+
+@pytest.fixture(scope="session")
+def hyphens(sparse, small_corpus, tmp_path_factory) -> Path:
+    """This run and its data in one folder, from ``en`` to ``zh-CN``."""
+    folder = tmp_path_factory.mktemp("hyphens")
+    for file in small_corpus.iterdir():
+        name = file.name.replace("src-tgt", "en-zh-CN").replace(".src", ".en")
+        shutil.copy(file, folder / name.replace(".tgt", ".zh-CN"))
+
+    def change(state):
+        named = {"source_lang": "en", "target_lang": "zh-CN", "data": str(folder)}
+        task = state["cfg"]["task"]
+        (task if isinstance(task, dict) else vars(task)).update(named)
+
+    changed(sparse, folder / "checkpoint_last.pt", change)
+    return folder
 
 
 @pytest.fixture(scope="session")

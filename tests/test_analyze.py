@@ -5,6 +5,7 @@ import re
 import shutil
 from collections import Counter
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -27,7 +28,7 @@ from handmade import (
     train,
 )
 
-from smoe_fairseq.analysis import inputs
+from smoe_fairseq.analysis import figures, inputs
 from smoe_fairseq.analysis.capacity import check_capacity
 from smoe_fairseq.analysis.inputs import capacities_of
 from smoe_fairseq.cli import main
@@ -227,6 +228,17 @@ def test_one_direction_with_the_translation_task(three_languages, tmp_path):
     assert [row["direction"] for row in rows] == ["bb-aa"] * 4
     for row in rows:
         assert int(row["stops"]) == expected("bb-aa", row["side"], "text").total()
+
+
+def test_codes_of_languages_may_have_hyphens(hyphens, tmp_path):
+    with mock.patch("smoe_fairseq.analysis.report.write") as write:
+        words = ("analyze", hyphens, "--path", hyphens / "checkpoint_last.pt", "--cpu")
+        assert main([*map(str, words), "--output", str(tmp_path / "out")]) == 0
+    found = write.call_args.args[1]
+    languages = {block.side: [*figures.loads(found, block)] for block in found.blocks}
+    assert languages == {"encoder": ["en"], "decoder": ["zh-CN"]}
+    ranks = [row["frequency_rank"] for row in read(tmp_path / "out/tokens.csv")]
+    assert any(ranks) and found.sizes == {"en-zh-CN": 50}
 
 
 @pytest.mark.soak

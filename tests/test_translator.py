@@ -144,6 +144,15 @@ def test_another_direction_than_that_of_a_bilingual_model(two_updates):
     assert SMoETransformerModel.from_pretrained(two_updates, source_lang="src")
 
 
+def test_codes_of_languages_may_have_hyphens(two_updates, hyphens):
+    direction = {"source_lang": "en", "target_lang": "zh-CN"}
+    expected = SMoETransformerModel.from_pretrained(two_updates).translate(["ax by"])
+    model = SMoETransformerModel.from_pretrained(hyphens, **direction)
+    assert model.translate(["ax by"]) == model.translate(["ax by"], target_lang="zh-CN") == expected
+    with pytest.raises(UsageError, match="no such direction; expected one of en-zh-CN"):
+        model.translate(["ax by"], target_lang="CN")
+
+
 def test_what_a_program_gives_is_looked_at(model):
     texts = ["1 2", "3 4"]
     expected = model.translate(texts, source_lang="fr", **SEARCH)

@@ -33,6 +33,7 @@ def analyze_subset(
         ranks=results.ranks(task, directions),
         sizes=results.sizes(task, directions),
         capacity=check_capacity(model, task, directions, subset),
+        languages={name: inputs.languages(task, name) for name in directions},
     )
     sentences, too_long = {}, {}
     with whole_folder(args.output, called=f"--output {args.output}") as folder:

@@ -353,7 +353,7 @@ def loads(results: Results, block: Block) -> dict[str, np.ndarray]:
     end = 0 if block.side == "encoder" else -1
     languages = defaultdict(list)
     for name in results.directions:
-        languages[name.split("-")[end]].append(name)
+        languages[results.languages.get(name, name.split("-"))[end]].append(name)
     return {lang: results.over(names, block).load() for lang, names in languages.items()}
 
 

@@ -142,6 +142,13 @@ def directions(task, pairs: str | None = None) -> list[str]:
     return names
 
 
+def languages(task, direction: str) -> list[str]:
+    """Source and target of a direction; their codes may have hyphens if there is only one direction."""
+    if is_multilingual(task) or is_language_model(task):
+        return direction.split("-")
+    return [task.cfg.source_lang, task.cfg.target_lang]
+
+
 def special(dictionary, task) -> np.ndarray:
     """``(V,)``: whether a type is special, that is, a language's token or ``<s> <pad> </s> <unk>``."""
     is_special = np.zeros(len(dictionary), dtype=bool)

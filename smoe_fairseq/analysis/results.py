@@ -28,8 +28,9 @@ def ranks(task, directions: list[str]) -> dict[str, np.ndarray] | None:
     """
     texts: dict[str, set[str | None]] = {side: set() for side in inputs.sides(task)}
     for folder, direction in itertools.product(inputs.folders(task), directions):
-        for side, language in zip(texts, direction.split("-")):
-            texts[side].add(_prefix(folder, direction, language))
+        languages = inputs.languages(task, direction)
+        for side, language in zip(texts, languages):
+            texts[side].add(_prefix(folder, languages, language))
     prefixes = set.union(*texts.values())
     if None in prefixes:
         return None
@@ -42,18 +43,19 @@ def sizes(task, directions: list[str]) -> dict[str, int] | None:
     """Training sentences of each direction; None without binarised training text."""
     numbers = dict.fromkeys(directions, 0)
     for direction in directions:
+        languages = inputs.languages(task, direction)
         for folder in inputs.folders(task):
-            prefix = _prefix(folder, direction, direction.split("-")[0])
+            prefix = _prefix(folder, languages, languages[0])
             if prefix is None:
                 return None
             numbers[direction] += len(data_utils.load_indexed_dataset(prefix, None))
     return numbers
 
 
-def _prefix(folder: Path, direction: str, language: str) -> str | None:
-    reverse = "-".join(reversed(direction.split("-")))
-    names = [f"train.{pair}.{language}" for pair in (direction, reverse)]
-    for name in ["train"] if direction == inputs.TEXT else names:
+def _prefix(folder: Path, languages: list[str], language: str) -> str | None:
+    pairs = ("-".join(order) for order in (languages, reversed(languages)))
+    names = [f"train.{pair}.{language}" for pair in pairs]
+    for name in ["train"] if languages == [inputs.TEXT] else names:
         prefix = folder / name
         if prefix.with_name(f"{prefix.name}.idx").exists():
             return str(prefix)
@@ -98,6 +100,8 @@ class Results:
     ranks: dict[str, np.ndarray] | None = None  # of each side's types, by training frequency
     sizes: dict[str, int] | None = None  # training sentences of each direction
     capacity: CapacityCheck | None = None  # None if training has no limit
+    # Source and target of each direction; by default its name is split at the hyphen.
+    languages: dict[str, list[str]] = field(default_factory=dict)
     directions: list[str] = field(default_factory=list)
     blocks: list[Block] = field(default_factory=list)
     counts: dict[tuple[str, str, bool], Counts] = field(default_factory=dict)

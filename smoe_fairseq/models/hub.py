@@ -353,10 +353,11 @@ class Translator(TrainedModel):
         multilingual = _is_multilingual(self.cfg.task)
         options = self.task.args if multilingual else self.task.cfg
         known = [f"{options.source_lang}-{options.target_lang}"]
+        pairs = [(options.source_lang, options.target_lang)]  # codes such as zh-CN have hyphens
         languages = set()  # of any direction, trained or not
         if multilingual:
             known, languages = list(self.task.lang_pairs), set(self.task.langs)
-        pairs = [tuple(pair.split("-")) for pair in known]
+            pairs = [tuple(pair.split("-")) for pair in known]
         matches = [p for p in pairs if source in (None, p[0]) and target in (None, p[1])]
         if not matches and source != target and {source, target} <= languages:
             matches = [(source, target)]
