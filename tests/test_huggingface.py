@@ -561,3 +561,20 @@ def test_tokens_that_are_added(exported, tmp_path):
     batch = {name: torch.tensor([ids]) for name in ("input_ids", "labels")}
     assert loaded(**batch).logits.shape == (1, len(ids), len(tokenizer))
     assert torch.equal(loaded(**batch).logits, model(**batch).logits)
+
+
+def test_a_hash_gate_gets_the_tokens_that_are_added(trained, tmp_path):
+    folder = export(trained / "hash.pt", tmp_path / "model")
+    model = AutoModelForSeq2SeqLM.from_pretrained(folder).eval()
+    tables = {name: table for name, table in model.state_dict().items() if name.endswith(".table")}
+    old = model.config.vocab_size
+    for new in (old + 3, old - 2):
+        model.resize_token_embeddings(new)
+        model.save_pretrained(folder)
+        loaded = AutoModelForSeq2SeqLM.from_pretrained(folder).eval()
+        batch = {name: torch.tensor([[new - 1, 2]]) for name in ("input_ids", "labels")}
+        assert torch.equal(loaded(**batch).logits, model(**batch).logits)
+        kept = min(old, new)
+        state = loaded.state_dict()
+        assert all(torch.equal(state[name][:kept], tables[name][:kept]) for name in tables)
+    assert tables

@@ -216,6 +216,15 @@ class Side(nn.Module):
         self.layers = nn.ModuleList(Layer(config, side, number) for number in numbers)
         self.layer_norm = nn.LayerNorm(dim) if config.of(side, "normalize_before") else None
 
+    def set_embeddings(self, value: nn.Embedding) -> None:
+        """Replaces the embeddings; in a hash gate's table, new ids have the experts in turn."""
+        self.embed_tokens = value
+        number = value.num_embeddings
+        for gate in self.modules():
+            if getattr(gate, "extra_input", None) == "id":
+                more = torch.arange(max(0, number - len(gate.table))) % gate.num_experts
+                gate.table = torch.cat([gate.table, more.to(gate.table)])[:number]
+
     def padding_of(self, ids_BT: Tensor | None, mask_BT: Tensor | None, x: Tensor) -> Tensor:
         """True at padding, ``(B, T)``, according to the ids and the last T columns of a mask (0: padding)."""
         padding_BT = torch.zeros(x.shape[:2], dtype=torch.bool, device=x.device)

@@ -68,9 +68,9 @@ class SMoEForConditionalGeneration(PreTrainedModel, GenerationMixin):
         return self.encoder.embed_tokens
 
     def set_input_embeddings(self, value: nn.Embedding) -> None:
-        self.encoder.embed_tokens = value
+        self.encoder.set_embeddings(value)
         if self.config.share_all_embeddings:
-            self.decoder.embed_tokens = value
+            self.decoder.set_embeddings(value)
         self.config.source_vocab_size = value.num_embeddings
 
     def resize_token_embeddings(self, new_num_tokens: int | None = None, *args, **options):
