@@ -162,6 +162,19 @@ def test_the_cache_gives_the_logits_of_a_whole_pass(exported):
     assert cache.get_seq_length() == given.shape[1]
 
 
+@torch.no_grad()
+def test_padding_before_the_tokens_in_the_cache_has_no_position(exported):
+    model = AutoModelForSeq2SeqLM.from_pretrained(exported).eval()
+    source, given = batch(model.config.vocab_size)
+    given[given == 1] = 5
+    given[1, :2] = 1
+    mask = (given != 1).long()
+    expected = model(source, source != 1, given, mask).logits
+    cache = model(source, source != 1, given[:, :4], mask[:, :4]).past_key_values
+    found = model(source, source != 1, given[:, 4:], mask, past_key_values=cache).logits
+    assert torch.allclose(found, expected[:, 4:], atol=1e-5)
+
+
 @pytest.mark.parametrize("system", some(["dense", "top-p", "null"], "top-p"))
 def test_the_loss_is_the_criterions(trained, tmp_path, system):
     """Mean over the tokens of label-smoothed cross entropy and the losses of the gates."""

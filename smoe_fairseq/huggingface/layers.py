@@ -241,8 +241,12 @@ class Side(nn.Module):
             raise ValueError(f"expected one of {prefix}input_ids, {prefix}inputs_embeds{labels}")
         return self.embed_tokens(ids_BT) if embeds is None else embeds
 
-    def add_positions(self, x: Tensor, padding_BT: Tensor, past: int) -> Tensor:
-        """Adds positions except at padding, then layer norm and dropout; ``past`` tokens came before."""
+    def add_positions(self, x: Tensor, padding_BT: Tensor, past: int | Tensor) -> Tensor:
+        """Adds positions except at padding, then layer norm and dropout.
+
+        Args:
+            past: number of tokens before, without padding: ``(B, 1)``, or 0.
+        """
         if self.embed_positions is not None:
             real_BT = (~padding_BT).long()
             position_BT = (real_BT.cumsum(1) + past) * real_BT + self.padding
@@ -348,11 +352,11 @@ class Decoder(Side):
         past = cache.get_seq_length() if cache is not None else 0
         x = self.embed(ids_BT, embeds)
         padding_BT = self.padding_of(ids_BT, mask_BT, x)
-        x = self.add_positions(x, padding_BT, past)
         number = x.shape[1]
         before_BT = padding_BT.new_zeros(len(x), past)
         if mask_BT is not None and mask_BT.shape[1] == past + number:
             before_BT = mask_BT[:, :past] == 0
+        x = self.add_positions(x, padding_BT, (~before_BT).sum(1, keepdim=True))
         all_BT = torch.cat([before_BT, padding_BT], 1)
         mask = None
         if number > 1 or may_have_padding(all_BT):
