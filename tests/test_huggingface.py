@@ -461,6 +461,9 @@ def test_subwords_are_sentencepieces(tmp_path):
         assert ids == expected.tolist(), text
         shown = bpe.decode(dictionary.string(torch.tensor(ids)))
         assert tokenizer.decode(ids, skip_special_tokens=True) == shown
+    tokenizer.add_tokens(["[NAME]"])
+    for text in ("the [NAME] house", "[NAME] the [NAME] [NAME]"):
+        assert tokenizer.decode(tokenizer(text)["input_ids"], skip_special_tokens=True) == text
     with pytest.raises(UsageError, match="spm.model"):
         SMoETokenizer(str(tmp_path / "vocab.json"))
 

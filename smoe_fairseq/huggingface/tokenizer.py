@@ -115,13 +115,16 @@ class SMoETokenizer(PreTrainedTokenizer):
 
     def tokenize(self, text: str, **options) -> list[str]:
         """The subwords of a text; tokens that were added to the tokenizer are not split."""
-        added = {t for t, i in self._added_tokens_encoder.items() if i >= len(self.source)}
+        added = self._added()
         if not added:
             return self._tokenize(text)
         longest_first = sorted(map(re.escape, added), key=len, reverse=True)
         parts = re.split(f"({'|'.join(longest_first)})", text)
         subwords = ([part] if part in added else self._tokenize(part) for part in parts)
         return [token for tokens in subwords for token in tokens]
+
+    def _added(self) -> set[str]:
+        return {t for t, i in self._added_tokens_encoder.items() if i >= len(self.source)}
 
     def _tokenize(self, text: str, **_) -> list[str]:
         pieces = [text] if self._spm is None else self._spm.encode(text, out_type=str)
@@ -135,9 +138,11 @@ class SMoETokenizer(PreTrainedTokenizer):
         return self.target[index]
 
     def convert_tokens_to_string(self, tokens: list[str]) -> str:
+        """The text; tokens that were added to the tokenizer begin words."""
         if self._spm is None:
             return " ".join(tokens)
-        joined = ""
+        joined, added = "", self._added()
+        tokens = [f"{BEGINS_WORD}{token}" if token in added else token for token in tokens]
         for are_bytes, run in groupby(tokens, lambda token: _BYTE.fullmatch(token) is not None):
             text = "".join(run)
             joined += (
