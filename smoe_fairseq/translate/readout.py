@@ -166,11 +166,15 @@ class Readout:
             for b, text in enumerate(texts)
         ]
 
+    def text(self, ids: Tensor) -> str:
+        """The detokenised text, without the token of its language."""
+        text = self.target.string(ids, extra_symbols_to_ignore=self.hidden)
+        return self.translator.detokenize(self.translator.remove_bpe(text))
+
     def _hypothesis(self, result: dict, requested: list[float | None] | None) -> Hypothesis:
         ids = result["tokens"]
-        text = self.target.string(ids, extra_symbols_to_ignore=self.hidden)
         return Hypothesis(
-            text=self.translator.detokenize(self.translator.remove_bpe(text)),
+            text=self.text(ids),
             score=float(result["score"]) / math.log(2),
             tokens=[self.target[i] for i in ids.tolist()],
             scores=[score / math.log(2) for score in result["positional_scores"].tolist()],
