@@ -1,5 +1,6 @@
 """The model behind the server: requests, their queue, and their translation."""
 
+import itertools
 import json
 import threading
 import time
@@ -243,7 +244,8 @@ class Engine:
         task = self.task = translator.task
         self.directions = inputs.directions(task)
         self.any_pair = inputs.is_multilingual(task)
-        self.languages = list(dict.fromkeys(x for pair in self.directions for x in pair.split("-")))
+        pairs = (inputs.languages(task, direction) for direction in self.directions)
+        self.languages = list(dict.fromkeys(itertools.chain(*pairs)))
         self.blocks = moe_blocks(translator.models[0])
         self.finder = StopFinder(translator.models[0], task)
 
