@@ -220,6 +220,16 @@ def test_numbers_do_not_depend_on_the_batch_size(loaded):
     assert collected(loaded, max_tokens=50) == collected(loaded, max_tokens=4000)
 
 
+def test_a_sample_is_drawn_from_all_shards(multilingual, three_languages, tmp_path):
+    """Of two equal shards, as many sentences as one of them has: some twice, others never."""
+    shard = shutil.copytree(three_languages, tmp_path / "shard")
+    loaded = inputs.load(multilingual, f"{three_languages}:{shard}")
+    size = len(next(inputs.datasets(loaded[1], "aa-bb", "train")))
+    samples = inputs.Samples(*loaded, "aa-bb", inputs.Subset("train", sentences=size))
+    ids = [i for sample in samples for i in sample["id"].tolist()]
+    assert len(ids) == samples.seen == size and 1 < len(set(ids)) < size
+
+
 def test_one_direction_with_the_translation_task(three_languages, tmp_path):
     train(three_languages, tmp_path, "--task", "translation", "-s", "bb", "-t", "aa")
     checkpoint = fix_gates(tmp_path / "checkpoint_last.pt", symbols(0))

@@ -203,13 +203,18 @@ def batches(
     equal length are in the order of the data or in ``order``.
     """
     index = np.arange(len(dataset)) if order is None else order
-    if sentences is not None and sentences < len(index):
-        drawn = np.random.default_rng(SEED).choice(len(index), sentences, replace=False)
-        index = index[np.sort(drawn)]
+    index = index[drawn(len(index), sentences)]
     lengths = np.array([max(np.atleast_1d(dataset.size(i))) for i in index], dtype=np.int64)
     index = index[np.argsort(lengths, kind="stable")]
     index, too_long = dataset.filter_indices_by_size(index, max_positions)
     return list(dataset.batch_by_size(index, max_tokens=max_tokens)), len(too_long)
+
+
+def drawn(number: int, sentences: int | None) -> np.ndarray:
+    """Indices of a random sample of so many of ``number`` sentences, in their order; None: of all."""
+    if sentences is None or sentences >= number:
+        return np.arange(number)
+    return np.sort(np.random.default_rng(SEED).choice(number, sentences, replace=False))
 
 
 class Samples:
@@ -230,10 +235,13 @@ class Samples:
 
     def __iter__(self) -> Iterator[dict]:
         limit = longest(self.model, self.task)
-        number = self.subset.sentences
-        for dataset in datasets(self.task, self.direction, self.subset.name):
-            left = number and number - self.seen - self.too_long
-            indices, skipped = batches(dataset, limit, left, self.subset.max_tokens)
+        parts = list(datasets(self.task, self.direction, self.subset.name))
+        ends = np.cumsum([len(dataset) for dataset in parts])
+        index = drawn(ends[-1], self.subset.sentences)
+        of_parts = np.split(index, np.searchsorted(index, ends[:-1]))
+        for dataset, end, order in zip(parts, ends, of_parts, strict=True):
+            order = order - (end - len(dataset))
+            indices, skipped = batches(dataset, limit, None, self.subset.max_tokens, order)
             self.too_long += skipped
             for batch in tqdm(indices, self.direction, unit="batch", disable=None, leave=False):
                 yield sample_of(self.model, self.task, dataset, batch)
