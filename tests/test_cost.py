@@ -192,6 +192,19 @@ def test_what_processes_hold_and_send_is_that_on_paper():
     assert costs["sharded"]["memory"] < held["peak"]
 
 
+@pytest.mark.parametrize(
+    "flags, copies",
+    [
+        ("--moe-gate depths --moe-capacity-factor 0.5", 0.5 + 0.5),
+        ("--moe-gate expert-choice --moe-top-k 4", 2 + 4),  # top-k in the decoder
+    ],
+)
+def test_experts_that_choose_are_sent_what_they_take(flags, copies):
+    words = ("--world-size", 2, "--max-tokens", 100, "--smoe-strata", 8, *flags.split())
+    # half of the copies of 100 tokens, 4 times, 8 numbers of 4 bytes each
+    assert processes(*words)["sharded"]["tokens"] == pytest.approx(0.5 * copies * 100 * 4 * 8 * 4)
+
+
 def test_zero_sharding_sends_what_each_process_has_updated():
     """Shared parameters to all others, in the type that the optimizer has them in."""
     experts = 2 * 4 * (8 * 16 * 2 + 16 + 8)

@@ -230,6 +230,14 @@ def test_activations_grow_with_tokens_and_shrink_with_checkpoints():
     assert long.activations > short.activations  # attention of all to all
 
 
+def test_a_gpu_has_a_row_for_each_expert_that_may_take_a_token():
+    depths, topk = ["--moe-gate", "depths"], ["--moe-top-k", "8"]
+    found, of_all = (foretell("--smoe-strata", "8", *flags) for flags in (depths, topk))
+    assert found.activations == of_all.activations
+    found, of_all = (foretell("--smoe-strata", "8", "--cpu", *flags) for flags in (depths, topk))
+    assert found.activations < of_all.activations
+
+
 def test_an_update_of_several_batches_keeps_gradients_all_the_time():
     one, many = (
         foretell("--max-tokens", "1024"),

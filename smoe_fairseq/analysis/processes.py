@@ -69,7 +69,7 @@ def process_cost(run: Run) -> ProcessCost:
             reduced += layer_experts * _ring(place.num_replicas)
             away = (place.group_size - 1) / place.group_size  # share of the copies that are sent
             pairs = zip(strata.expected_visits(), strata.visible, strict=True)
-            copies = sum(visits * choices(run.config, visible) for visits, visible in pairs)
+            copies = sum(visits * choices(run.config, side, visible) for visits, visible in pairs)
             width = getattr(run.config, f"{side}_embed_dim")
             sent_per_token += away * 4 * copies * width  # copies and outputs, and their gradients
     parameters = 0.0

@@ -407,11 +407,13 @@ def _block(run: Run, side: str, strata, network, dropped: float) -> tuple[float,
     kept = moment = 0.0
     for i, share in enumerate(strata.expected_visits()):
         first, visible = strata.first_experts[i], strata.visible[i]
-        tokens, copies = 1.0, choices(config, visible)
+        tokens, copies = 1.0, choices(config, side, visible)
         if run.flags.cpu:
             tokens = share
             factor = _capacity(config)
             copies *= share if not factor else min(1, factor / copies) * share
+        elif _experts_choose(config, side) and not place.is_sharded:
+            copies = visible  # rows, also of experts that do not take the token
         own = len(set(place.local) & set(range(first, first + visible)))
         received = copies * own / visible * place.group_size  # by this rank's experts
         kept += tokens * ((1 if strata.stacked else 2) * D + dropped) + network(received, width)
@@ -427,12 +429,17 @@ def _block(run: Run, side: str, strata, network, dropped: float) -> tuple[float,
     return kept + D * (config.smoe_norm == "released"), moment
 
 
-def choices(config: DecoderOptions, experts: int) -> float:
+def _experts_choose(config: DecoderOptions, side: str) -> bool:
+    """Whether experts take tokens; decoders of models with expert choice have a top-k gate."""
+    return config.moe_gate == "depths" or (config.moe_gate == "expert-choice" and side == "encoder")
+
+
+def choices(config: DecoderOptions, side: str, experts: int) -> float:
     """Experts per token and stratum, if the gate sees this number of experts, all equally likely."""
     gate = config.moe_gate
     if gate in ("hash", "base"):
         return 1.0
-    if gate == "expert-choice":
+    if _experts_choose(config, side):
         return min(_capacity(config), experts)
     if gate == "top-p":
         return min(experts, math.ceil(round(config.moe_top_p * experts, 9)))
