@@ -9,7 +9,7 @@ from unittest import mock
 
 import numpy as np
 import pytest
-from commands import run
+from commands import changed, run
 from fairseq.data import FairseqDataset
 from handmade import (
     DIRECTIONS,
@@ -297,6 +297,21 @@ def test_a_sentence(three_languages, gates_by_hand, tmp_path, capsys):
         "sentence.png",
         "sentence.svg",
     ]
+
+
+def test_a_sentence_of_a_decoder_whose_language_replaces_the_end(
+    three_languages, gates_by_hand, tmp_path, capsys
+):
+    def change(state):
+        task = state["cfg"]["task"]
+        task.decoder_langtok = task.lang_tok_replacing_bos_eos = True
+        task.langtoks = {"main": ("tgt", "tgt")}
+
+    checkpoint = changed(gates_by_hand, tmp_path / "replacing.pt", change)
+    main([*one_direction(three_languages, checkpoint), "--sentence", "aa0 aa4 aa5"])
+    lines = capsys.readouterr().out.splitlines()
+    decoder = next(i for i, line in enumerate(lines) if line.startswith("decoder"))
+    assert lines[decoder + 1].split()[0] == "__bb__"
 
 
 @pytest.mark.parametrize("name", ["spm.model", "sentencepiece.bpe.model"])

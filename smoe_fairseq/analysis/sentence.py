@@ -15,6 +15,7 @@ from smoe_fairseq.analysis.record import Block, BlockFollower, Recorder, input_t
 from smoe_fairseq.errors import UsageError
 from smoe_fairseq.modules.routing import Routing
 from smoe_fairseq.subwords import read_subwords, subwords_of
+from smoe_fairseq.translate.readout import Readout
 
 # Control characters, surrogates and line separators: terminals act on them, and SVG must not contain them.
 _CONTROL = {"Cc", "Cs", "Zl", "Zp"}
@@ -165,7 +166,8 @@ def run_sentence(
     generator = SequenceGenerator([model], task.target_dictionary, beam_size=BEAM)
     with torch.no_grad():
         best = task.inference_step(generator, [model], sample)[0][0]["tokens"]
-    shifted = torch.cat([best[-1:], best[:-1]])  # as in training: </s> first
+    first = Readout(None, [model], task).first  # as in training: </s> or the language's token
+    shifted = torch.cat([best.new_tensor([first]), best[:-1]])
     sample["net_input"]["prev_output_tokens"] = shifted.unsqueeze(0)
     return run_pair(model, task, sample["net_input"])
 
