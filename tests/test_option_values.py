@@ -116,6 +116,11 @@ def test_an_option_that_a_translation_cannot_follow_is_named(corpus, post_norm, 
     refused(run("fairseq-generate", *words, check=False), UNTRANSLATED[given])
 
 
+def test_dropout_that_would_be_retained_in_part_is_refused(small_corpus, sparse):
+    words = [*generation(small_corpus, sparse), "--user-dir", PLUGIN, "--retain-dropout"]
+    refused(run("fairseq-generate", *words, check=False), "--retain-dropout: ")
+
+
 @pytest.mark.parametrize(
     "given, named",
     [

@@ -141,6 +141,13 @@ class SparseModel:
         super().set_num_updates(num_updates)
         self.num_updates = num_updates
 
+    def make_generation_fast_(self, **kwargs):
+        """As fairseq's; raises UsageError for ``--retain-dropout``, which only fairseq's modules obey."""
+        if kwargs.get("retain_dropout"):
+            message = "SMoE models would retain only a part of their dropout; leave it out"
+            raise UsageError(f"--retain-dropout: {message}")
+        super().make_generation_fast_(**kwargs)
+
     def load_state_dict(self, state_dict, strict=True, model_cfg=None, args=None):
         """As fairseq's; raises UsageError if the checkpoint has another architecture."""
         self.upgrade_state_dict(state_dict)
