@@ -127,6 +127,7 @@ def test_what_is_not_answered_when_the_server_stops_is_refused():
     engine.go_on.set()
     assert [status for status, _ in answers] == [503, 503]
     assert {content["error"] for _, content in answers} == {"the server is stopping"}
+    assert all(content["headers"]["retry-after"] == "1" for _, content in answers)
 
 
 @pytest.mark.soak

@@ -228,7 +228,7 @@ class WebApp:
             sentence = f"{waiting} of at most {most} texts are waiting: try again in a moment"
             return refusal(503, sentence, **{"Retry-After": RETRY_AFTER})
         except QueueClosed:
-            return refusal(503, "the server is stopping")
+            return refusal(503, "the server is stopping", **{"Retry-After": RETRY_AFTER})
 
     async def _answer(self, request: Request, search: Search, futures: list) -> Response:
         """Wait for all futures; they are cancelled if the client disconnects.
