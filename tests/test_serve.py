@@ -263,6 +263,13 @@ def test_a_reverse_proxy_and_a_line_for_each_request(tiny_run):
         for host, status in (("translate.example", 200), ("localhost", 200), ("evil.example", 403)):
             assert server.request("GET", "/health", None, {"Host": host})[0] == status
         assert server.output.count("GET /health HTTP/1.1") == 3
+        thread, asked = threading.Thread(target=server.post, kwargs=LONG), 0
+        thread.start()
+        while thread.is_alive():  # a line, too, while texts are translated
+            server.get("/languages")
+            asked += 1
+            thread.join(0.1)
+        assert server.output.count("GET /languages HTTP/1.1") == asked
 
 
 def test_the_page_is_its_own_files(server):

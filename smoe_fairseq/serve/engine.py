@@ -14,7 +14,7 @@ from fairseq.data.data_utils import collate_tokens
 
 from smoe_fairseq.analysis import inputs
 from smoe_fairseq.analysis.sentence import SentenceSide, StopFinder
-from smoe_fairseq.errors import UsageError, quietly
+from smoe_fairseq.errors import UsageError
 from smoe_fairseq.forms import Number, fault
 from smoe_fairseq.models.transformer import moe_blocks
 from smoe_fairseq.translate.readout import Readout, Translation
@@ -293,12 +293,11 @@ class Engine:
             max_len_b=self.max_len,
             divide_above=self.max_tokens,
         )
-        with quietly():
-            translations = self.model.translate_batch(texts, search.source, search.target, options)
-            answers = [_answer(translation) for translation in translations]
-            if search.routing:
-                for answer, routing in zip(answers, self._routing(translations, search)):
-                    answer["routing"] = routing
+        translations = self.model.translate_batch(texts, search.source, search.target, options)
+        answers = [_answer(translation) for translation in translations]
+        if search.routing:
+            for answer, routing in zip(answers, self._routing(translations, search)):
+                answer["routing"] = routing
         return answers
 
     def _routing(self, translations: list[Translation], search: Search) -> list[dict]:

@@ -8,6 +8,7 @@ import re
 import signal
 import socket
 import sys
+import warnings
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from pathlib import Path
 
@@ -136,7 +137,9 @@ class Server(uvicorn.Server):
 
 def serve(engine: Engine, args: Namespace, listener: socket.socket) -> None:
     """Answer requests until SIGINT, SIGTERM or SIGHUP; then the signal is raised again."""
-    logging.getLogger("uvicorn").setLevel(logging.WARNING)
+    # For all threads, unlike `quietly`, which would also disable the log of requests.
+    logging.getLogger().setLevel(logging.WARNING)
+    warnings.simplefilter("ignore")
     if args.access_log:
         access = logging.getLogger("uvicorn.access")
         access.setLevel(logging.INFO)
