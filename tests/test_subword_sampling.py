@@ -192,6 +192,44 @@ def test_byte_pairs(data, tmp_path):
     assert some[1e-12, True] == 100 and some[0.3, False] > 95
 
 
+def learned(folder, lines, kind, **options):
+    """A sampler by a model of some lines, whose dictionary is of some texts, and the ids of these."""
+    texts = options.pop("texts", lines)
+    prefix = str(folder / "spm")
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(lines * 5),
+        model_prefix=prefix,
+        model_type=kind,
+        hard_vocab_limit=False,
+        minloglevel=2,
+        **options,
+    )
+    model = sentencepiece.SentencePieceProcessor(model_file=f"{prefix}.model")
+    dictionary = Dictionary()
+    rows = [
+        dictionary.encode_line(" ".join(model.encode(text, out_type=str)), append_eos=False).long()
+        for text in texts
+    ]
+    return Sampler(folder / "spm.model", dictionary, 0.5), rows
+
+
+def drawn_texts(sampler, row):
+    """Those of 200 draws, joined, and the number of different draws."""
+    draws = [tuple(sampler(row, str(seed), 1000).tolist()) for seed in range(200)]
+    return {"".join(sampler.symbols[i] for i in draw) for draw in draws}, len(set(draws))
+
+
+def test_pieces_that_the_dictionary_lacks_are_not_drawn(tmp_path):
+    """A dictionary of divided text lacks letters that are always merged, and pieces on the way to others."""
+    lines = ["葡萄 好", "好 葡萄 abab", "abab aba ab a b 好"]
+    texts = ["a葡萄", "abab", "a b 萄 bb aa"]
+    sampler, rows = learned(tmp_path, lines, "bpe", vocab_size=40, texts=texts)
+    assert not {"葡", "ab", "▁ab"} & sampler.ids.keys()
+    for row, text in zip(rows, ("▁a葡萄", "▁abab", "▁a▁b▁萄▁bb▁aa"), strict=True):
+        found, different = drawn_texts(sampler, row)
+        assert found == {text} and different > 1
+
+
 SIZES = """--arch smoe_transformer_tiny --encoder-layers 2 --decoder-layers 2 --encoder-embed-dim 16
     --encoder-ffn-embed-dim 16 --smoe-strata 2-2 --criterion smoe_label_smoothed_cross_entropy
     --optimizer adam --lr 0.01 --max-tokens 2000 --no-epoch-checkpoints --num-workers 0 --cpu

@@ -87,8 +87,8 @@ class Sampler:
         self.alpha, self.ids, self.symbols = alpha, dictionary.indices, dictionary.symbols
         self.special = dictionary.nspecial
         pieces = map(self.model.id_to_piece, range(self.model.get_piece_size()))
-        scores = {piece: self.model.get_score(i) for i, piece in enumerate(pieces)}
-        self.scores = {piece: score for piece, score in scores.items() if piece in self.ids}
+        self.scores = {piece: self.model.get_score(i) for i, piece in enumerate(pieces)}
+        self.known = self.scores.keys() & self.ids.keys()
         self.cache: dict[tuple[str, ...], Any] = {}  # results of `_segmentations` by word
         try:
             self.is_unigram = bool(self.model.nbest_encode("a", nbest_size=1))
@@ -119,7 +119,8 @@ class Sampler:
         if cached is None:
             return word
         if not self.is_unigram:
-            return self._merge(cached, self.alpha, generator)
+            drawn = self._merge(cached, self.alpha, generator)
+            return drawn if self.ids.keys() >= set(drawn) else word
         return generator.choices(cached[0], cum_weights=cached[1])[0]
 
     def _segmentations(self, word: tuple[str, ...]):
@@ -134,7 +135,7 @@ class Sampler:
             letters = "".join(word)
             return letters if self._merge(letters, 0, random.Random(0)) == [*word] else None
         best = self.model.nbest_encode(text, nbest_size=N_BEST, out_type=str)
-        best = [pieces for pieces in best if self.scores.keys() >= set(pieces)]
+        best = [pieces for pieces in best if self.known >= set(pieces)]
         totals = np.array([sum(self.scores[piece] for piece in pieces) for pieces in best])
         return best, np.exp(self.alpha * (totals - totals.max())).cumsum().tolist()
 
