@@ -230,6 +230,16 @@ def test_pieces_that_the_dictionary_lacks_are_not_drawn(tmp_path):
         assert found == {text} and different > 1
 
 
+def test_letters_that_a_unigram_model_does_not_cover(tmp_path):
+    """Divided text has such a letter itself, which is no piece of the model: the word stays."""
+    lines = ["abab aba ab a b", "house mouse houses", "mouses abba 5 a"]
+    texts = ["5€", "houses"]
+    sampler, (first, second) = learned(tmp_path, lines, "unigram", vocab_size=24, texts=texts)
+    assert "€" in sampler.ids and sampler.is_unigram
+    assert drawn_texts(sampler, first) == ({"▁5€"}, 1)
+    assert drawn_texts(sampler, second)[0] == {"▁houses"}
+
+
 SIZES = """--arch smoe_transformer_tiny --encoder-layers 2 --decoder-layers 2 --encoder-embed-dim 16
     --encoder-ffn-embed-dim 16 --smoe-strata 2-2 --criterion smoe_label_smoothed_cross_entropy
     --optimizer adam --lr 0.01 --max-tokens 2000 --no-epoch-checkpoints --num-workers 0 --cpu

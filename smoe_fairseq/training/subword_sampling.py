@@ -136,6 +136,8 @@ class Sampler:
             return letters if self._merge(letters, 0, random.Random(0)) == [*word] else None
         best = self.model.nbest_encode(text, nbest_size=N_BEST, out_type=str)
         best = [pieces for pieces in best if self.known >= set(pieces)]
+        if not best:
+            return None
         totals = np.array([sum(self.scores[piece] for piece in pieces) for pieces in best])
         return best, np.exp(self.alpha * (totals - totals.max())).cumsum().tolist()
 
