@@ -15,6 +15,7 @@ from test_recipes import write_dataset
 
 from smoe_fairseq.recipes.data import readers
 from smoe_fairseq.recipes.folders import package_folder
+from smoe_fairseq.training import subword_sampling
 from smoe_fairseq.training.subword_sampling import Sampler, sample_subwords
 
 SENTENCES = {"eng-nso": 100, "eng-cat": 300}
@@ -238,6 +239,19 @@ def test_letters_that_a_unigram_model_does_not_cover(tmp_path):
     assert "€" in sampler.ids and sampler.is_unigram
     assert drawn_texts(sampler, first) == ({"▁5€"}, 1)
     assert drawn_texts(sampler, second)[0] == {"▁houses"}
+
+
+@pytest.mark.parametrize("kind", ["bpe", "unigram"])
+def test_whole_sentences_are_not_kept(tmp_path, kind, monkeypatch):
+    """A text without blanks is one long word; draws are those with a cache of all."""
+    lines, texts = ["ab abab ba a b"], ["ab", "ab" * 15, "aa bb"]
+    sampler, (*rows, _) = learned(tmp_path, lines, kind, vocab_size=8, texts=texts)
+    draws = [sampler(row, str(seed), 1000).tolist() for row in rows for seed in range(99)]
+    assert len(rows[1]) > subword_sampling.MAX_PIECES
+    assert [*sampler.cache] == [tuple(sampler.symbols[i] for i in rows[0])]
+    monkeypatch.setattr(subword_sampling, "MAX_PIECES", 1000)
+    again = [sampler(row, str(seed), 1000).tolist() for row in rows for seed in range(99)]
+    assert draws == again and len(set(map(tuple, draws))) > 2 and len(sampler.cache) == 2
 
 
 SIZES = """--arch smoe_transformer_tiny --encoder-layers 2 --decoder-layers 2 --encoder-embed-dim 16

@@ -30,6 +30,9 @@ QUANTILE = 0.95  # of the growth of lengths, for which batches have room
 MAX_DRAWS = 16  # for a segmentation that fits; then a sentence stays unchanged
 N_BEST = 16  # segmentations of a word
 MAX_CACHED = 1 << 15  # words
+MAX_PIECES = (
+    8  # of a cached word; a longer one may be a sentence without blanks, which is rarely met again
+)
 logger = logging.getLogger(__name__)
 
 
@@ -103,25 +106,31 @@ class Sampler:
             if not words or id_ < self.special or symbol.startswith(BEGINS_WORD):
                 words.append([])
             words[-1].append(symbol)
+        found = [(word, self._found(word)) for word in map(tuple, words)]
         generator = random.Random(seed)
         for _ in range(MAX_DRAWS):
-            drawn = [piece for word in words for piece in self._draw(tuple(word), generator)]
+            drawn = [piece for each in found for piece in self._draw(*each, generator)]
             if len(drawn) <= most:
                 return torch.tensor([self.ids[piece] for piece in drawn]).to(tokens)
         return tokens
 
-    def _draw(self, word: tuple[str, ...], generator: random.Random) -> Sequence[str]:
+    def _found(self, word: tuple[str, ...]):
+        """`_segmentations`, from the cache unless the word is long."""
+        if len(word) > MAX_PIECES:
+            return self._segmentations(word)
         if word not in self.cache:
             if len(self.cache) == MAX_CACHED:
                 self.cache.clear()
             self.cache[word] = self._segmentations(word)
-        cached = self.cache[word]
-        if cached is None:
+        return self.cache[word]
+
+    def _draw(self, word: tuple[str, ...], found, generator: random.Random) -> Sequence[str]:
+        if found is None:
             return word
         if not self.is_unigram:
-            drawn = self._merge(cached, self.alpha, generator)
+            drawn = self._merge(found, self.alpha, generator)
             return drawn if self.ids.keys() >= set(drawn) else word
-        return generator.choices(cached[0], cum_weights=cached[1])[0]
+        return generator.choices(found[0], cum_weights=found[1])[0]
 
     def _segmentations(self, word: tuple[str, ...]):
         """For a unigram model the best segmentations and their cumulative weights; for BPE the letters.
