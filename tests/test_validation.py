@@ -51,6 +51,13 @@ def test_scores_of_all_directions(three_languages, tmp_path):
     assert (tmp_path / "checkpoint_best.pt").exists()
 
 
+def test_scores_with_languages_in_place_of_ends(three_languages, tmp_path):
+    flags = (*handmade.MULTILINGUAL, "--decoder-langtok", "--lang-tok-replacing-bos-eos")
+    handmade.train(three_languages, tmp_path, *flags, "--validate-sentences", 3)
+    found = validations((tmp_path / "train.log").read_text())
+    assert found and all(0 <= float(each["valid_chrf"]) <= 100 for each in found)
+
+
 @pytest.mark.soak
 def test_early_stopping_ends_a_run_and_goes_on_counting(corpus, tmp_path):
     """The rate is 0 after the first epoch, so that nothing gets better."""

@@ -8,8 +8,8 @@ checkpoints by them. Text is joined subwords, so the numbers only compare checkp
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from itertools import islice
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -102,13 +102,10 @@ def _batches(task, subset: str, number: int) -> Iterator[tuple[tuple[str, str], 
         datasets = [(f"{task.cfg.source_lang}-{task.cfg.target_lang}", task.dataset(subset))]
     most_source, most_target = task.max_positions()
     for direction, dataset in datasets:
-        fitting = (
-            i
-            for i in range(len(dataset))
-            if dataset.src_sizes[i] <= most_source and dataset.tgt_sizes[i] <= most_target
-        )
-        indices = list(islice(fitting, number))
-        batches = by_length([int(dataset.src_sizes[i]) for i in indices], MAX_TOKENS)
+        sizes_N2 = np.asarray(dataset.sizes)
+        fits_N = (sizes_N2 <= (most_source, most_target)).all(1)
+        indices = np.flatnonzero(fits_N)[:number].tolist()
+        batches = by_length(sizes_N2[indices, 0].tolist(), MAX_TOKENS)
         source, _, target = direction.partition("-")
         samples = [dataset.collater([dataset[indices[i]] for i in batch]) for batch in batches]
         yield (source, target), samples
