@@ -67,6 +67,16 @@ def test_weights_stay_as_they_are_and_int8_is_of_a_call(model, text, monkeypatch
     assert not model.engines
 
 
+@pytest.mark.parametrize("dtype", ["double", "bfloat16", "half"])
+def test_weights_of_other_types_are_not_packed(model, text, monkeypatch, dtype):
+    from smoe_fairseq.translate import packed
+
+    monkeypatch.setattr(packed, "MIN_WEIGHTS", 1)
+    plain = model.translate(text[:3], **GIVEN)
+    found = getattr(model, dtype)().translate(text[:3], **GIVEN)
+    assert len(found) == 3 and (dtype != "double" or found == plain)
+
+
 def test_fairseqs_own_options_use_fairseqs_search(model, text):
     direction = {"source_lang": "en", "target_lang": "fr"}
     groups = model.translate(text, beam=4, max_len_b=10, diverse_beam_groups=2, **direction)

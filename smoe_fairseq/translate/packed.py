@@ -92,7 +92,8 @@ def concatenate(layers: Sequence[nn.Linear]) -> tuple[Tensor, Tensor]:
 def pack(model: nn.Module, linear: Callable = PackedLinear, min_weights: int | None = None) -> None:
     """Pack large weights of a `SMoETransformerModel`, which can no longer be trained or saved.
 
-    These are linear layers, experts and the output projection. A second call changes nothing.
+    These are linear layers, experts and the output projection. A second call changes nothing. A model
+    of another type than float32 stays as it is, unless it is for int8.
 
     Args:
         linear: creates the layer from a weight and a bias.
@@ -103,6 +104,8 @@ def pack(model: nn.Module, linear: Callable = PackedLinear, min_weights: int | N
     """
     if (before := getattr(model, "packed_by", linear)) is not linear:
         raise ValueError(f"the model has {before.__name__}: load it again for {linear.__name__}")
+    if linear is PackedLinear and any(p.dtype != torch.float32 for p in model.parameters()):
+        return
     model.packed_by = linear
     min_weights = MIN_WEIGHTS if min_weights is None else min_weights
     for attention in (each for each in model.modules() if isinstance(each, MultiheadAttention)):
