@@ -30,9 +30,7 @@ QUANTILE = 0.95  # of the growth of lengths, for which batches have room
 MAX_DRAWS = 16  # for a segmentation that fits; then a sentence stays unchanged
 N_BEST = 16  # segmentations of a word
 MAX_CACHED = 1 << 15  # words
-MAX_PIECES = (
-    8  # of a cached word; a longer one may be a sentence without blanks, which is rarely met again
-)
+MAX_PIECES = 8  # of a cached word; a longer one may be a sentence without blanks, seldom met again
 logger = logging.getLogger(__name__)
 
 

@@ -97,16 +97,15 @@ def _batches(task, subset: str, number: int) -> Iterator[tuple[tuple[str, str], 
 
     if hasattr(task, "data_manager"):
         loaded, _ = task.data_manager.load_split_datasets(subset, task.training, epoch=1)
-        datasets = [(key.rpartition(":")[2], dataset) for key, dataset in loaded]
+        datasets = [(key.rpartition(":")[2].split("-"), dataset) for key, dataset in loaded]
     else:
-        datasets = [(f"{task.cfg.source_lang}-{task.cfg.target_lang}", task.dataset(subset))]
+        datasets = [((task.cfg.source_lang, task.cfg.target_lang), task.dataset(subset))]
     most_source, most_target = task.max_positions()
-    for direction, dataset in datasets:
+    for (source, target), dataset in datasets:
         sizes_N2 = np.asarray(dataset.sizes)
         fits_N = (sizes_N2 <= (most_source, most_target)).all(1)
         indices = np.flatnonzero(fits_N)[:number].tolist()
         batches = by_length(sizes_N2[indices, 0].tolist(), MAX_TOKENS)
-        source, _, target = direction.partition("-")
         samples = [dataset.collater([dataset[indices[i]] for i in batch]) for batch in batches]
         yield (source, target), samples
 
