@@ -45,7 +45,7 @@ LAYERS = {
     },
     "analysis": {
         *(ROOT, "checkpoints", "errors", "files", "flags", "forms", "models", "modules"),
-        "subwords",
+        *("subwords", "translate"),
     },
     "serve": {
         "analysis",
