@@ -106,7 +106,7 @@ def test_a_run_is_not_scored_without_bleu(tmp_path):
     own = {"pairs": ["en-fr"], "raw": {}, "experts": 4, "sacrebleu": {"metrics": ["chrf"]}}
     given = write_dataset(tmp_path / "c", "own", **own)
     refused = step_here("evaluate", "own", "moe", cwd=tmp_path, DRY_RUN="1", **given)
-    assert refused.returncode == 1 and "`sacrebleu: metrics`" in refused.stderr
+    assert refused.returncode == 1 and "`sacrebleu.metrics`" in refused.stderr
 
 
 def test_flags_that_only_fairseqs_search_has_are_refused(prepared, tmp_path):

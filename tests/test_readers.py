@@ -462,6 +462,7 @@ def test_bytes_are_joined_where_output_is_read(tmp_path):
     transformers = pytest.importorskip("smoe_fairseq.huggingface.tokenizer")
     tokenizer = object.__new__(transformers.SMoETokenizer)
     object.__setattr__(tokenizer, "_spm", model)
+    object.__setattr__(tokenizer, "_added_tokens_encoder", {})
     assert transformers.SMoETokenizer.convert_tokens_to_string(tokenizer, pieces.split()) == text
 
 

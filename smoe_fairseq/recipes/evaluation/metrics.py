@@ -30,9 +30,11 @@ def tokenizer_of(settings: Flags, language: str) -> str:
 
 
 def check_tokenizer(settings: Flags, language: str) -> None:
-    """Raise UsageError if sacreBLEU does not know a flag, or the tokenizer is not installed."""
+    """Raise UsageError if sacreBLEU does not know a flag, or lacks BLEU or the tokenizer."""
     chosen = tokenizer_of(settings, language)
-    _parsed(tuple(arguments(settings | {"tokenize": chosen})))
+    metrics = _parsed(tuple(arguments(settings | {"tokenize": chosen}))).metrics
+    if "bleu" not in metrics:
+        raise UsageError(f"--metrics {' '.join(metrics)}: expected bleu among them")
     for name, extra in set(_BY_LANGUAGE.values()):
         if chosen == name and extra and importlib.util.find_spec(_MODULES[extra]) is None:
             raise UsageError(
