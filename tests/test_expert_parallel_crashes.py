@@ -66,14 +66,18 @@ def saves(folder, name):
     return found
 
 
-def newest_complete(folder):
-    """Updates of the newest set of checkpoint_last.pt that all ranks have saved."""
-    one, other = saves(folder, "checkpoint_last.pt")
+def newest_complete(folder, name="checkpoint_last.pt"):
+    """Updates of the newest set of this name that all ranks have saved."""
+    one, other = saves(folder, name)
     return max((updates for updates, _ in one & other), default=0)
 
 
 def resume(ranks: Ranks, data, folder, uninterrupted, *more):
-    expected = newest_complete(folder)
+    name, first = "checkpoint_last.pt", folder / "checkpoint_1_1.pt"
+    if rank_file(first, 0).exists() and not list(folder.glob("checkpoint_last*")):
+        # Killed just before the first one: do as the refusal of a new training advises.
+        name, more = first.name, (*more, "--restore-file", first)
+    expected = newest_complete(folder, name)
     run = ranks.train(folder, 2, *saving_flags(data, folder, *more))
     loaded = re.search(r"Loaded checkpoint .* @ (\d+) updates", run.output(0))
     assert (int(loaded[1]) if loaded else 0) == expected
