@@ -36,9 +36,8 @@ def summary(results: Results, checkpoint: Path) -> str:
         f"{' and at '.join(means)}."
     )
     try:
-        files = [
-            folder / "scores.json" for folder in checkpoint.parents[:2]
-        ]  # an average's is above
+        # An average is in a folder of its run's.
+        files = [folder / "scores.json" for folder in checkpoint.parents[:2]]
         content = read_json(next(filter(Path.exists, files), files[0]), SCORES)
         if content["checkpoint"] != checkpoint.name:
             return text

@@ -17,7 +17,7 @@ from smoe_fairseq.recipes.config import Dataset
 from smoe_fairseq.recipes.evaluation import scores
 from smoe_fairseq.recipes.evaluation.evaluate import state_notes
 from smoe_fairseq.recipes.evaluation.grid import Grid, number
-from smoe_fairseq.recipes.evaluation.metrics import metrics_of, tokenizer_of
+from smoe_fairseq.recipes.evaluation.metrics import metrics_of, parsed, tokenizer_of
 from smoe_fairseq.recipes.folders import Folders, run_method, run_order, run_seed, test_file
 
 SAMPLES = 1000  # of the bootstrap
@@ -84,7 +84,7 @@ class SentenceCounter:
             scores.CHRF: {"metrics": ["chrf"], "chrf-word-order": 2, "tokenize": tokenizer},
         }
         self.metric: Metric
-        (self.metric,) = metrics_of(dataset.sacrebleu | changed[metric], references)
+        (self.metric,) = metrics_of(parsed(dataset.sacrebleu | changed[metric]), references)
 
     def count(self, translations: Path) -> np.ndarray:
         """sacreBLEU's counts, ``(sentences, counts)``; raises UsageError for another number of lines."""
@@ -204,11 +204,7 @@ class _System:
         return [*map(statistics.fmean, points)]
 
     def translations(self, direction: str) -> list[Path]:
-        """Next to the scores that `scores.read` has read."""
-        folders = [self.folder / run for run in self.runs]
-        finished = ((folder / scores.FILE).exists() for folder in folders)
-        names = ("test" if each else scores.UNFINISHED for each in finished)
-        return [f / name / f"{direction}.txt" for f, name in zip(folders, names)]
+        return [scores.translations_of(self.folder / run, direction) for run in self.runs]
 
 
 def permutation_p(first: Sequence[float], second: Sequence[float]) -> float | None:

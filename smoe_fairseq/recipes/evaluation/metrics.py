@@ -2,6 +2,7 @@
 
 import importlib.util
 import sys
+from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -32,7 +33,7 @@ def tokenizer_of(settings: Flags, language: str) -> str:
 def check_tokenizer(settings: Flags, language: str) -> None:
     """Raise UsageError if sacreBLEU does not know a flag, or lacks BLEU or the tokenizer."""
     chosen = tokenizer_of(settings, language)
-    metrics = _parsed(tuple(arguments(settings | {"tokenize": chosen}))).metrics
+    metrics = parsed(settings | {"tokenize": chosen}).metrics
     if "bleu" not in metrics:
         raise UsageError(f"--metrics {' '.join(metrics)}: expected bleu among them")
     for name, extra in set(_BY_LANGUAGE.values()):
@@ -57,9 +58,9 @@ def score(translations: Sequence[str], references: Sequence[str], settings: Flag
         unlike = f"{made:,} translations and {expected:,} references"
         skipping = "--skip-invalid-size-inputs-valid-test"
         raise UsageError(f"{unlike}: evaluate again, without {skipping} if it was given")
-    args, results = _parsed(tuple(arguments(settings))), []
+    args, results = parsed(settings), []
     with quietly():
-        for metric in metrics_of(settings, references):
+        for metric in metrics_of(args, references):
             samples = args.confidence_n if args.confidence else 1
             result = metric.corpus_score(list(translations), None, n_bootstrap=samples)
             signature = metric.get_signature().format(False)
@@ -67,12 +68,11 @@ def score(translations: Sequence[str], references: Sequence[str], settings: Flag
     return results[0] if len(results) == 1 else "[\n" + ",\n".join(results) + "\n]"
 
 
-def metrics_of(settings: Flags, references: Sequence[str]) -> list:
-    """sacreBLEU's metrics of these flags, by name."""
+def metrics_of(args: Namespace, references: Sequence[str]) -> list:
+    """sacreBLEU's metrics of `parsed` flags, by name."""
     from sacrebleu.metrics import METRICS
     from sacrebleu.utils import args_to_dict
 
-    args = _parsed(tuple(arguments(settings)))
     return [
         METRICS[name.upper()](
             **args_to_dict(args, name.lower(), strip_prefix=True), references=[list(references)]
@@ -81,11 +81,11 @@ def metrics_of(settings: Flags, references: Sequence[str]) -> list:
     ]
 
 
-def _parsed(words: tuple[str, ...]):
-    """Parse sacreBLEU's flags by its own function, which reads only ``sys.argv``."""
+def parsed(settings: Flags) -> Namespace:
+    """sacreBLEU's flags, by its own function, which reads only ``sys.argv``."""
     from sacrebleu.sacrebleu import parse_args
 
-    before, sys.argv = sys.argv, ["sacrebleu", "references", *words]
+    before, sys.argv = sys.argv, ["sacrebleu", "references", *arguments(settings)]
     try:
         with refusing_flags("sacrebleu: "):
             return parse_args()

@@ -158,6 +158,12 @@ def _content(folder: Path) -> dict:
     return read_json(file, SCORES, advice) if file else {"scores": {}}
 
 
+def translations_of(folder: Path, direction: str) -> Path:
+    """The translations whose scores `read` reads: of an unfinished evaluation if none is complete."""
+    test = "test" if os.path.lexists(folder / FILE) else UNFINISHED
+    return folder / test / f"{direction}.txt"
+
+
 def mean_of(scored: Mapping[str, Score], of: Callable[[Score], float | None]) -> float:
     """The mean of a number over the directions; NaN if one lacks it."""
     values = [of(score) for score in scored.values()]
