@@ -13,9 +13,20 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 WARM = Path(__file__).with_name("warm.py")
+HANGS = 300  # seconds after which a test says that something hangs; a busy machine needs a tenth
+
+
+def wait_until(happens, process=None) -> None:
+    """Until ``happens()``; fails at once if ``process``, which is to cause it, has ended."""
+    deadline = time.monotonic() + HANGS
+    while not happens():
+        assert process is None or process.poll() is None, process.communicate()[0]
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 class Program:

@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 from commands import SCRIPTS, TORCH, WITH_PLUGIN, server_of
-from programs import Program, Server
+from programs import HANGS, Program, Server
 
 
 class Run:
@@ -22,7 +22,6 @@ class Run:
         self.programs = programs
         self.pids = [program.pid for program in programs]
         self.logs = logs
-        self.started = time.monotonic()
 
     def output(self, rank: int | None = None) -> str:
         logs = self.logs if rank is None else [self.logs[rank]]
@@ -32,7 +31,7 @@ class Run:
         """Exit status of each rank, -9 where SIGKILL ended it; None where it still runs."""
         return [program.wait(0) for program in self.programs]
 
-    def wait(self, seconds: float = 120) -> list[int]:
+    def wait(self, seconds: float = HANGS) -> list[int]:
         """The exit statuses once all have ended; kills them and fails at the deadline."""
         deadline = time.monotonic() + seconds
         for program in self.programs:

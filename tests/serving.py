@@ -6,10 +6,10 @@ import os
 import re
 import signal
 import tempfile
-import time
 from pathlib import Path
 
 from commands import SCRIPTS, SMOE
+from programs import HANGS, wait_until
 
 JSON = {"Content-Type": "application/json"}
 
@@ -24,12 +24,10 @@ class Serving:
         with open(os.devnull) as nothing, open(self.log.name, "a") as log:
             files = (nothing.fileno(), log.fileno(), log.fileno())
             self.program = SMOE.start(words, environment, folder or os.getcwd(), files)
-        deadline = time.monotonic() + 120
-        while not (found := re.search(r"open http://(\S+):(\d+)/ ", self.output)):
-            assert self.program.wait(0) is None, self.output
-            assert time.monotonic() < deadline, self.output
-            time.sleep(0.02)
-        self.host, self.port = found[1], int(found[2])
+        pattern = re.compile(r"open http://(\S+):(\d+)/ ")
+        wait_until(lambda: pattern.search(self.output) or self.program.wait(0) is not None)
+        assert self.program.wait(0) is None, self.output
+        self.host, self.port = (found := pattern.search(self.output))[1], int(found[2])
         self.url = f"http://{self.host}:{self.port}"
 
     def __enter__(self) -> "Serving":
@@ -47,13 +45,13 @@ class Serving:
         """Its exit status after a signal."""
         if self.program.wait(0) is None:
             os.kill(self.program.pid, number)
-        status = self.program.wait(60)
+        status = self.program.wait(HANGS)
         assert status is not None, self.output
         return status
 
     def request(self, method: str, path: str, body=None, headers=None):
         """(status, headers, content) of any request."""
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=600)
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=HANGS)
         try:
             connection.request(method, path, body, headers or {})
             answer = connection.getresponse()

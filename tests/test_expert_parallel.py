@@ -271,7 +271,7 @@ REFUSED = {
 def test_what_does_not_go_with_sharded_experts_is_refused(ranks, small_corpus, tmp_path, words):
     arguments = flags(small_corpus, tmp_path / "new", "--expert-parallel", *words.split())
     run = ranks.start(tmp_path, 2, *arguments)
-    assert run.wait(60) == [1, 1]
+    assert run.wait() == [1, 1]
     for rank in (0, 1):
         last = run.output(rank).strip().splitlines()[-1]
         assert last.startswith("error: ") and REFUSED[words] in run.output(rank)

@@ -77,7 +77,7 @@ def types_that_travel() -> None:
 
 def test_tokens_travel_in_the_type_that_is_computed_in(ranks, tmp_path):
     run = ranks.start(tmp_path, 2, function=types_that_travel)
-    assert run.wait(60) == [0, 0], run.output()
+    assert run.wait() == [0, 0], run.output()
 
 
 @pytest.mark.parametrize(
@@ -97,14 +97,14 @@ def test_tokens_travel_in_the_type_that_is_computed_in(ranks, tmp_path):
 def test_any_share_of_the_tokens(ranks, tmp_path, strata, tokens, padding):
     arguments = (strata, tokens, padding)
     run = ranks.start(tmp_path, len(tokens), *arguments, function=pass_through_block)
-    assert run.wait(60) == [0] * len(tokens), run.output()
+    assert run.wait() == [0] * len(tokens), run.output()
 
 
 @pytest.mark.parametrize("tokens", [[40, 40], [40, 0]], ids=str)
 def test_a_shared_network_beside_them(ranks, tmp_path, tokens):
     arguments = ("8", tokens, [False] * 2, True)
     run = ranks.start(tmp_path, 2, *arguments, function=pass_through_block)
-    assert run.wait(60) == [0] * 2, run.output()
+    assert run.wait() == [0] * 2, run.output()
 
 
 def order_of_events():
@@ -133,7 +133,7 @@ def order_of_events():
 def test_a_shared_network_is_computed_while_outputs_travel(ranks, tmp_path):
     """And its backward pass while their gradients do."""
     run = ranks.start(tmp_path, 2, function=order_of_events)
-    assert run.wait(60) == [0] * 2, run.output()
+    assert run.wait() == [0] * 2, run.output()
 
 
 def pass_as_often_as(passes: list[int]):
@@ -151,7 +151,7 @@ def pass_as_often_as(passes: list[int]):
 def test_groups_do_not_wait_for_one_another(ranks, tmp_path):
     """Exchanges are among the processes that hold one set of experts."""
     run = ranks.start(tmp_path, 4, [1, 4], function=pass_as_often_as)
-    assert run.wait(60) == [0] * 4, run.output()
+    assert run.wait() == [0] * 4, run.output()
 
 
 @pytest.mark.soak
@@ -162,7 +162,7 @@ def test_epochs_and_validation_of_uneven_length(ranks, small_corpus, tmp_path):
     run = ranks.start(
         tmp_path, 4, *arguments, "--batch-size-valid", 50, "--batch-size", 5, "--save-interval", 9
     )
-    assert run.wait(120) == [0] * 4, run.output()[-3000:]
+    assert run.wait() == [0] * 4, run.output()[-3000:]
     assert re.search(r'"epoch": 2, "valid_loss"', run.output(0))
     assert averages(tmp_path)["bsz"] <= 20
 
@@ -197,7 +197,7 @@ def train_until(moment: str, arguments):
 def test_a_process_that_fails_ends_all(ranks, small_corpus, tmp_path, moment, words):
     arguments = list(map(str, flags(small_corpus, tmp_path, "--expert-parallel")))
     run = ranks.start(tmp_path, 2, moment, arguments, function=train_until)
-    assert run.wait(60) == [1] * 2
+    assert run.wait() == [1] * 2
     assert words in run.output(1)
 
 

@@ -255,7 +255,7 @@ def test_a_process_that_is_out_of_memory_skips_no_count(ranks, small_corpus, tmp
     """The others would wait for its counts; so all end."""
     arguments = list(map(str, member_flags("update", small_corpus, tmp_path, "--batch-size", 3)))
     run_ = ranks.start(tmp_path, 2, "out of memory", arguments, function=out_of_memory)
-    assert run_.wait(60) == [1, 1]
+    assert run_.wait() == [1, 1]
     words = "out of memory with --moe-balance-over update: try --"
     assert words in run_.output(1)
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from commands import FAIRSEQ, RECIPES, SCRIPTS, generation, start
+from programs import HANGS
 from sampling import soak
 from test_recipes import server, write_dataset
 from test_recipes_archives import opus100
@@ -49,7 +50,7 @@ def limited(size: int, *command, cwd=None, **environment) -> subprocess.Complete
         env=os.environ | given,
         capture_output=True,  # by pipes, which have no size
         text=True,
-        timeout=300,
+        timeout=HANGS,
     )
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from test_lock import holder
 from test_recipes import recipe, refusal
-from test_signals import ended, training, wait_for  # noqa: F401
+from test_signals import ended, training  # noqa: F401
 
 from smoe_fairseq import files
 from smoe_fairseq.errors import UsageError

@@ -7,11 +7,11 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 from commands import PLUGIN, refused, touch_binarised
+from programs import wait_until
 from test_recipes import recipe
 
 from smoe_fairseq import files
@@ -185,9 +185,8 @@ def test_runs_of_fairseq_train(ranks, tmp_path, small_corpus):
     first = train(
         ranks, tmp_path, small_corpus, 2, "--max-epoch", 10_000, "--save-interval", 10_000
     )
-    while not (first.logs[0].exists() and "train_inner" in first.output(0)):
-        assert set(first.statuses()) == {None} and time.monotonic() < first.started + 60
-        time.sleep(0.02)
+    wait_until(lambda: "train_inner" in first.output(0) or set(first.statuses()) != {None})
+    assert set(first.statuses()) == {None}, first.output()
     for pid in first.pids:
         os.kill(
             pid, signal.SIGSTOP

@@ -9,17 +9,17 @@ import signal
 import subprocess
 import sys
 import termios
-import time
 from pathlib import Path
 
 import pytest
 import sentencepiece
 from commands import refused, run
+from programs import HANGS, wait_until
 from sampling import sample, soak, some
 from test_full_disk import limited, sentence, tree
 from test_recipes import write_dataset
 from test_recipes_archives import step
-from test_signals import ended, wait_for
+from test_signals import ended
 
 from smoe_fairseq.errors import UsageError
 from smoe_fairseq.recipes.data import subwords
@@ -289,26 +289,18 @@ def endless(tmp_path):
     def pids():
         return [int(path.name) for path in (tmp_path / "pids").iterdir()]
 
-    wait_for(lambda: len(pids()) == 3, process)
+    wait_until(lambda: len(pids()) == 3, process)
     yield process, pids()
     process.kill()
     process.communicate()
 
 
-def all_ended(pids: list[int]) -> bool:
-    deadline = time.monotonic() + 20
-    while not all(map(ended, pids)):
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.02)
-    return True
-
-
 def test_a_process_that_is_killed(tmp_path, endless):
     process, pids = endless
     os.kill(pids[1], signal.SIGKILL)
-    output, _ = process.communicate(timeout=30)
-    assert process.returncode == 1 and all_ended(pids)
+    output, _ = process.communicate(timeout=HANGS)
+    assert process.returncode == 1
+    wait_until(lambda: all(map(ended, pids)))
     assert output == (
         "error: a worker process was killed, as the system does where memory runs out: "
         "repeat with fewer WORKERS\n"
@@ -320,8 +312,9 @@ def test_interrupted_at_a_terminal(tmp_path, endless):
     """Which sends the signal to all of the group."""
     process, pids = endless
     os.killpg(process.pid, signal.SIGINT)
-    output, _ = process.communicate(timeout=30)
-    assert (process.returncode, output) == (130, "") and all_ended(pids)
+    output, _ = process.communicate(timeout=HANGS)
+    assert (process.returncode, output) == (130, "")
+    wait_until(lambda: all(map(ended, pids)))
     assert not list(tmp_path.glob("out*"))
 
 
@@ -329,4 +322,4 @@ def test_workers_do_not_outlive_what_started_them(endless):
     process, pids = endless
     process.kill()
     process.wait()
-    assert all_ended(pids)
+    wait_until(lambda: all(map(ended, pids)))

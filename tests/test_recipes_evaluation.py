@@ -17,6 +17,7 @@ import pytest
 import sacrebleu
 from commands import bash_torchrun, changed, contents
 from commands import run as run_program
+from programs import wait_until
 from test_recipes import ROOT, commands, recipe, refusal, surroundings, table
 
 from smoe_fairseq.recipes.config import load_dataset
@@ -277,13 +278,6 @@ def kill(process: subprocess.Popen, folder: Path) -> None:
                 os.kill(each, signal.SIGKILL)
         time.sleep(0.01)
     process.wait()
-
-
-def wait_until(happens, seconds: float = 300) -> None:
-    deadline = time.monotonic() + seconds
-    while not happens():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def workers_in(folder: Path) -> list[int]:

@@ -12,12 +12,13 @@ from pathlib import Path
 import pytest
 import torch
 from commands import bash_functions, bash_torchrun, refused, run
+from programs import HANGS, wait_until
 from ranks import free_port
 from sampling import soak
 from test_lock import holder
 from test_recipes import ROOT, commands, recipe, tiny_place, value
 from test_several_processes import LAST, assert_same_bits, content
-from test_signals import state, wait_for
+from test_signals import state
 
 from smoe_fairseq import files
 from smoe_fairseq.errors import UsageError
@@ -53,9 +54,9 @@ def interrupted(folder: Path, script: str, words, send: signal.Signals, environm
         text=True,
     )
     try:
-        wait_for((folder / "runs/tiny/smoe-2-2" / LAST).exists, process)
+        wait_until((folder / "runs/tiny/smoe-2-2" / LAST).exists, process)
         process.send_signal(send)
-        output, _ = process.communicate(timeout=60)
+        output, _ = process.communicate(timeout=HANGS)
     finally:
         process.kill()
     log = (folder / "runs/tiny/smoe-2-2/train.log").read_text()
@@ -223,9 +224,9 @@ def test_a_command_is_stopped_and_continued_with_its_recipe():
         command = int(ours.stdout.readline())
         try:
             ours.send_signal(signal.SIGTSTP)
-            wait_for(lambda: {state(ours.pid), state(command)} == {"T"}, ours)
+            wait_until(lambda: {state(ours.pid), state(command)} == {"T"}, ours)
             ours.send_signal(signal.SIGCONT)
-            wait_for(lambda: "T" not in {state(ours.pid), state(command)}, ours)
+            wait_until(lambda: "T" not in {state(ours.pid), state(command)}, ours)
         finally:
             ours.send_signal(signal.SIGCONT)
             ours.terminate()
@@ -257,7 +258,7 @@ def test_ranks_that_are_interrupted_end_without_a_stack_trace(machine, tmp_path)
     process = subprocess.Popen(
         list(map(str, words)), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
-    wait_for(lambda: {"0", "1"} <= {path.name for path in tmp_path.iterdir()}, process)
+    wait_until(lambda: {"0", "1"} <= {path.name for path in tmp_path.iterdir()}, process)
     process.send_signal(signal.SIGINT)
-    output, _ = process.communicate(timeout=60)
+    output, _ = process.communicate(timeout=HANGS)
     assert process.returncode == 128 + signal.SIGINT and "Traceback" not in output, output

@@ -5,6 +5,7 @@ import time
 from concurrent.futures import CancelledError
 
 import pytest
+from programs import HANGS
 
 from smoe_fairseq.serve.engine import QueueClosed, QueueFull, RequestQueue
 
@@ -20,7 +21,7 @@ class Model:
         self.batches.append((kind, texts))
         if self.batches[-1][1] == ["first"]:
             self.begun.set()
-            assert self.go_on.wait(30)
+            assert self.go_on.wait(HANGS)
         if "bad" in texts:
             raise ValueError("bad")
         return [f"{kind} {text}" for text in texts]
@@ -35,14 +36,14 @@ def model():
 def queue(model):
     queue = RequestQueue(model.translate, max_batch=3, max_waiting=8, linger=0.0)
     queue.submit(["first"], "x")
-    assert model.begun.wait(30)
+    assert model.begun.wait(HANGS)
     yield queue
     model.go_on.set()
     queue.close()
 
 
 def results(futures):
-    return [future.result(30) for future in futures]
+    return [future.result(HANGS) for future in futures]
 
 
 def test_batches_are_of_one_kind_in_the_order_of_arrival(queue, model):
@@ -72,7 +73,7 @@ def test_what_nobody_waits_for_is_dropped_and_makes_room(queue, model):
     assert results(kept + more) == ["a 5", "a 6", "a 7", "a 8", "a 9"]
     assert not {"1", "2", "3", "4"} & {text for _, texts in model.batches for text in texts}
     with pytest.raises(CancelledError):
-        given_up[0].result(30)
+        given_up[0].result(HANGS)
 
 
 def test_a_text_that_fails_takes_no_other_with_it(queue, model):
@@ -80,7 +81,7 @@ def test_a_text_that_fails_takes_no_other_with_it(queue, model):
     model.go_on.set()
     assert results(futures[::2]) == ["a 1", "a 3"]
     with pytest.raises(ValueError, match="bad"):
-        futures[1].result(30)
+        futures[1].result(HANGS)
 
 
 def test_the_first_waits_for_others_to_come():
@@ -108,9 +109,9 @@ def test_closing_refuses_what_waits_and_what_comes(queue, model):
     closing = threading.Thread(target=queue.close)
     closing.start()
     with pytest.raises(QueueClosed):
-        waiting[0].result(30)
+        waiting[0].result(HANGS)
     with pytest.raises(QueueClosed):
         queue.submit(["2"], "a")
     model.go_on.set()
-    closing.join(30)
+    closing.join(HANGS)
     assert not closing.is_alive() and model.batches == [("x", ["first"])]

@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from commands import run, run_python
 from handmade import ROUTES, SPECIAL
+from programs import HANGS
 from serving import JSON, Serving
 
 from smoe_fairseq.models import SMoETransformerModel
@@ -230,7 +231,7 @@ def test_a_request_with_two_lengths_or_none_ends_its_connection(server, length):
     request = "POST /translate HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n"
     request += f"Content-Length: {length}\r\n\r\n0\r\n\r\n"
     request += "GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
-    with socket.create_connection(("127.0.0.1", server.port), timeout=60) as connection:
+    with socket.create_connection(("127.0.0.1", server.port), timeout=HANGS) as connection:
         connection.sendall(request.encode())
         answer = b"".join(iter(lambda: connection.recv(1 << 16), b""))
     assert answer.startswith(b"HTTP/1.1 400 ") and answer.count(b"HTTP/1.1") == 1

@@ -9,6 +9,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from programs import HANGS
 from serving import JSON, Serving
 from test_serve import GOOD, LONG, expected
 
@@ -104,7 +105,7 @@ class Slow(Broken):
         self.go_on = threading.Event()
 
     def translate(self, texts, search):
-        self.go_on.wait(60)
+        self.go_on.wait(HANGS)
         return super().translate(texts, search)
 
 
@@ -137,11 +138,11 @@ def test_a_connection_by_which_nothing_is_asked_is_closed(tiny_run):
 
 
 def closes_what_asks_nothing(server):
-    with socket.create_connection(("127.0.0.1", server.port), timeout=60) as connection:
+    with socket.create_connection(("127.0.0.1", server.port), timeout=HANGS) as connection:
         connection.sendall(b"GET / HTTP/1.1\r\nHo")
         assert connection.recv(1) == b""
     request = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
-    with socket.create_connection(("127.0.0.1", server.port), timeout=60) as connection:
+    with socket.create_connection(("127.0.0.1", server.port), timeout=HANGS) as connection:
         connection.sendall(request)
         answer = b""
         while not answer.endswith(b"}"):
@@ -165,7 +166,7 @@ def test_who_has_gone_is_not_translated_for_and_who_waits_is_answered(tiny_run):
         with socket.create_connection(("127.0.0.1", serving.port)) as connection:
             connection.sendall(posted(len(body), body))
         for version in (b"HTTP/1.1", b"HTTP/1.0"):
-            with socket.create_connection(("127.0.0.1", serving.port), timeout=600) as connection:
+            with socket.create_connection(("127.0.0.1", serving.port), timeout=HANGS) as connection:
                 connection.sendall(posted(len(body), body).replace(b"HTTP/1.1", version))
                 connection.shutdown(socket.SHUT_WR)
                 answer = http.client.HTTPResponse(connection)
@@ -178,7 +179,7 @@ def test_who_has_gone_is_not_translated_for_and_who_waits_is_answered(tiny_run):
 
 def test_a_length_beyond_the_limit_is_refused_before_the_body(tiny_run):
     with Serving(tiny_run) as serving:
-        with socket.create_connection(("127.0.0.1", serving.port), timeout=60) as connection:
+        with socket.create_connection(("127.0.0.1", serving.port), timeout=HANGS) as connection:
             connection.sendall(posted(300_000))
             assert connection.recv(12) == b"HTTP/1.1 413"
 
@@ -186,7 +187,7 @@ def test_a_length_beyond_the_limit_is_refused_before_the_body(tiny_run):
 @pytest.mark.soak
 def test_who_sends_too_slowly_is_told(tiny_run):
     with Serving(tiny_run) as server:
-        connection = socket.create_connection(("127.0.0.1", server.port), timeout=60)
+        connection = socket.create_connection(("127.0.0.1", server.port), timeout=HANGS)
         connection.sendall(posted(100, b"{"))
         with connection, connection.makefile("rb") as answer:
             content = answer.read()

@@ -4,11 +4,11 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 from commands import STEP, run, touch_binarised
+from programs import HANGS, wait_until
 from test_recipes import ROOT
 
 # In the place of srun, which starts the training: a process that takes its time to end, and one in the
@@ -19,7 +19,7 @@ python -S -c '
 import os, signal, time
 signal.signal(signal.SIGINT, signal.SIG_DFL)
 open("background", "w").write(str(os.getpid()))
-time.sleep(60)
+time.sleep(600)
 ' &
 echo $$ > started
 wait
@@ -38,14 +38,6 @@ def ended(pid: int) -> bool:
         return state(pid) == "Z"
     except FileNotFoundError:
         return True
-
-
-def wait_for(condition, process: subprocess.Popen) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert process.poll() is None, process.communicate()[0]
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 @pytest.fixture(params=[["train.sh", "m15", "moe"]])
@@ -67,7 +59,7 @@ def training(tmp_path, request):
         text=True,
     )
     files = [tmp_path / name for name in ("background", "started")]
-    wait_for(lambda: all(f.exists() and f.read_text().strip() for f in files), process)
+    wait_until(lambda: all(f.exists() and f.read_text().strip() for f in files), process)
     pids = [int(file.read_text()) for file in files]
     yield process, pids
     for pid in [process.pid, *pids]:
@@ -80,7 +72,7 @@ def training(tmp_path, request):
 def test_signal_reaches_training_and_is_waited_for(tmp_path, training, number):
     process, pids = training
     process.send_signal(number)
-    output, _ = process.communicate(timeout=30)
+    output, _ = process.communicate(timeout=HANGS)
     assert (tmp_path / "heeded").exists(), output
     assert all(map(ended, pids))
     assert process.returncode == 128 + number, output
@@ -92,10 +84,7 @@ def test_training_ends_with_a_recipe_that_is_killed(tmp_path, training):
     process, pids = training
     process.kill()
     process.wait()
-    wait_until = time.monotonic() + 30
-    while not ended(pids[1]):
-        assert time.monotonic() < wait_until
-        time.sleep(0.02)
+    wait_until(lambda: ended(pids[1]))
     assert (tmp_path / "heeded").exists()
 
 
@@ -103,7 +92,7 @@ def test_training_ends_with_a_recipe_that_is_killed(tmp_path, training):
 def test_signal_to_the_demo_reaches_training_too(tmp_path, training):
     process, pids = training
     process.send_signal(signal.SIGTERM)
-    output, _ = process.communicate(timeout=30)
+    output, _ = process.communicate(timeout=HANGS)
     assert (tmp_path / "heeded").exists() and all(map(ended, pids)), output
     assert process.returncode == 128 + signal.SIGTERM and "Traceback" not in output
 

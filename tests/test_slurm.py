@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from commands import touch_binarised
+from programs import HANGS, wait_until
 from sampling import soak
 from test_recipes import ROOT
 
@@ -17,7 +18,7 @@ from smoe_fairseq.recipes.config import tables
 STAND_INS = {
     "sbatch": 'echo "$@" > submitted; echo "$NODES $GPUS $LAUNCHER $SMOE_SCRIPTS" > exported',
     "scontrol": 'if [[ $1 == show ]]; then printf "node1\\nnode2\\n"; else echo "$@" >> requeued; fi',
-    "srun": 'echo "$@" > started; sleep "${TRAINING_SECONDS:-0}"; touch ended; exit 3',
+    "srun": 'echo "$@" > started; until [[ -e end ]]; do sleep 0.05; done; touch ended; exit 3',
 }
 
 
@@ -56,16 +57,14 @@ def test_what_is_wrong_is_said_before_submission(tmp_path, cluster):
 
 def test_job_requeues_itself_and_outlives_the_signals(tmp_path, cluster):
     job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "node[1-2]", "SLURM_SUBMIT_DIR": str(ROOT)}
-    process = script(tmp_path, cluster | job | {"NODES": "2", "TRAINING_SECONDS": "2"})
-    deadline = time.monotonic() + 30
-    while not (tmp_path / "started").exists() and process.poll() is None:
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    process = script(tmp_path, cluster | job | {"NODES": "2"})
+    wait_until((tmp_path / "started").exists, process)
     for number in (signal.SIGUSR1, signal.SIGTERM):
         process.send_signal(number)
         time.sleep(0.3)
     assert not (tmp_path / "ended").exists()
-    output, _ = process.communicate(timeout=30)
+    (tmp_path / "end").touch()
+    output, _ = process.communicate(timeout=HANGS)
     assert process.returncode == 3, output  # Training's own status.
     assert (tmp_path / "ended").exists()
     assert (tmp_path / "requeued").read_text() == "requeue 7\n"

@@ -9,9 +9,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from programs import wait_until
 from test_lock import holder
 from test_recipes import recipe, refusal, surroundings, write_dataset, write_text
-from test_recipes_evaluation import kill, wait_until
+from test_recipes_evaluation import kill
 
 from smoe_fairseq.recipes.study import results as study_results
 

@@ -3,14 +3,14 @@
 import os
 import subprocess
 import sys
-import time
-from pathlib import Path
 
 import pytest
 import torch
 from commands import PLUGIN, SCRIPTS, TINY, run, run_python
+from programs import wait_until
 from sampling import soak
 from test_lock import SMALL
+from test_signals import ended
 
 OURS = "smoe_experts"  # what only our trainer writes into a checkpoint
 MOE = [*SMALL, "--moe-freq", 2, "--smoe-strata", "2", "--max-update", 1]
@@ -157,7 +157,7 @@ def test_out_of_memory_ends_with_the_batch_to_try(ranks, small_corpus, tmp_path,
         arguments.remove("--disable-validation")
     arguments = list(map(str, arguments))
     run = ranks.start(tmp_path, 1, failing, arguments, function=without_memory, one=True)
-    assert run.wait(60) == [0 if failing == "one" else 1], run.output()
+    assert run.wait() == [0 if failing == "one" else 1], run.output()
     lines = run.output().splitlines()
     *_, where = [i for i, line in enumerate(lines) if line.endswith(advice)]
     assert failing == "one" or where == len(lines) - 1
@@ -177,7 +177,7 @@ def test_a_rank_out_of_memory_ends_no_run_in_which_others_train(
     arguments += ["--distributed-backend", "gloo", "--ddp-backend", "legacy_ddp"]
     arguments = list(map(str, arguments))
     run = ranks.start(tmp_path, 2, whose, arguments, function=one_rank_without_memory)
-    assert run.wait(90) == ([0, 0] if whose == "one" else [1, 1]), run.output()
+    assert run.wait() == ([0, 0] if whose == "one" else [1, 1]), run.output()
     assert ("a batch was skipped: try --" in run.output(0)) == (whose == "one")
     assert (tmp_path / "checkpoint_last.pt").exists() == (whose == "one")
 
@@ -188,7 +188,7 @@ def test_a_validation_that_fails_loses_no_update(ranks, small_corpus, tmp_path, 
     arguments.remove("--disable-validation")
     arguments = list(map(str, arguments))
     run = ranks.start(tmp_path, number, "valid", arguments, function=without_memory, one=number < 2)
-    assert run.wait(90) == [1] * number, run.output()
+    assert run.wait() == [1] * number, run.output()
     file = tmp_path / ("checkpoint_last.pt" if number == 1 else "crash.pt")
     state = torch.load(file, weights_only=True)
     assert state["optimizer_history"][-1]["num_updates"] == 2
@@ -206,7 +206,7 @@ def test_batches_of_validation_that_fit_at_the_second_try_end_no_run(ranks, smal
     arguments.remove("--disable-validation")
     arguments = list(map(str, [*arguments, "--batch-size-valid", 1]))
     run = ranks.start(tmp_path, 1, "at first", arguments, function=without_memory, one=True)
-    assert run.wait(60) == [0], run.output()
+    assert run.wait() == [0], run.output()
     assert run.output().count("retrying batch") > 3
 
 
@@ -226,19 +226,12 @@ def test_a_rank_ends_with_its_torchrun(small_corpus, tmp_path):
     words += ["--max-update", 10**6, "--no-save", "--log-file", tmp_path / "log"]
     words = [sys.executable, "-c", AS_TORCHRUN, *map(str, words)]
     torchrun = subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
-    rank = Path("/proc", torchrun.stdout.readline().strip())
-    waiting = time.monotonic() + 120
-    while (
-        not (tmp_path / "log").exists() or "Start iterating" not in (tmp_path / "log").read_text()
-    ):
-        assert time.monotonic() < waiting and torchrun.poll() is None
-        time.sleep(0.1)
+    rank = int(torchrun.stdout.readline())
+    log = tmp_path / "log"
+    wait_until(lambda: log.exists() and "Start iterating" in log.read_text(), torchrun)
     torchrun.kill()
     torchrun.communicate()
-    waiting = time.monotonic() + 30
-    while rank.exists() and (rank / "stat").read_text().rpartition(")")[2].split()[0] != "Z":
-        assert time.monotonic() < waiting
-        time.sleep(0.05)
+    wait_until(lambda: ended(rank))
 
 
 def moving(folder: str, arguments: list[str]) -> None:
@@ -264,7 +257,7 @@ def test_a_folder_that_is_moved_is_named_and_nothing_lost(ranks, small_corpus, t
     arguments = [small_corpus, "--save-dir", folder, *MOE, "--save-interval-updates", 1, *GLOO]
     arguments = [*map(str, arguments), "--max-update", "4"]
     run = ranks.start(*(tmp_path, number, str(folder), arguments), function=moving, one=number == 1)
-    statuses = run.wait(60)
+    statuses = run.wait()
     assert 0 not in statuses, run.output()
     assert f"{folder} was moved" in run.output(0).splitlines()[-1]
     saved = [

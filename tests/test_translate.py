@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 from commands import PLUGIN, SCRIPTS, SMOE, generation, refused, run, start
+from programs import HANGS, wait_until
 from sampling import soak
-from test_signals import wait_for
 from test_translator import evaluated
 
 from smoe_fairseq.analysis.inputs import load
@@ -182,7 +182,7 @@ def test_text_is_utf8_whatever_the_terminal_takes(folder):
     process = started(
         folder, "--json", stdout=subprocess.PIPE, fresh=True, PYTHONIOENCODING="ascii"
     )
-    found, said = process.communicate("1 \N{SNOWMAN}\n".encode(), timeout=120)
+    found, said = process.communicate("1 \N{SNOWMAN}\n".encode(), timeout=HANGS)
     assert process.returncode == 0, said
     assert json.loads(found.decode())["source"] == "1 \N{SNOWMAN}"
 
@@ -281,7 +281,7 @@ class Typed:
     def end(self, number: int) -> tuple[int, str]:
         """By a signal: the exit status, and what was said."""
         os.kill(self.program.pid, number)
-        status = self.program.wait(60)
+        status = self.program.wait(HANGS)
         with suppress(BrokenPipeError):
             self.stdin.close()
         return status, *self.communicate()
@@ -289,7 +289,7 @@ class Typed:
 
 def test_a_line_that_is_not_utf8_is_named(folder):
     process = started(folder, "--output", "not-utf8.txt")
-    _, said = process.communicate(b"1 2\n3 \xff4\n", timeout=120)
+    _, said = process.communicate(b"1 2\n3 \xff4\n", timeout=HANGS)
     (last,) = said.decode().splitlines()
     assert last.startswith("error: line 2 of standard input is not UTF-8, at position 3")
     assert process.returncode == 1
@@ -302,7 +302,7 @@ def test_a_reader_that_has_gone(folder):
     os.close(reading)
     process = started(folder, stdout=writing, fresh=True)
     os.close(writing)
-    _, said = process.communicate(b"1 2\n", timeout=120)
+    _, said = process.communicate(b"1 2\n", timeout=HANGS)
     assert process.returncode == 128 + signal.SIGPIPE and b"Traceback" not in said
 
 
@@ -312,7 +312,7 @@ def test_an_interruption_of_a_search(folder, threads):
     process = Typed(folder, *words, OMP_NUM_THREADS=threads)
     process.stdin.write(b"1 2 3 4 5 6 7 8 9\n" * 3999)
     process.stdin.flush()
-    wait_for(lambda: list(folder.glob("never.txt.smoe.*.tmp")), process)
+    wait_until(lambda: list(folder.glob("never.txt.smoe.*.tmp")), process)
     process.stdin.write(b"1\n" * 2)  # what is asked for at once, and one more
     process.stdin.flush()
     status, said = process.end(signal.SIGINT)
@@ -327,7 +327,7 @@ def test_an_interruption_leaves_the_file_as_it_was(folder, number):
     output = folder / "kept.txt"
     output.write_text("as it was\n")
     process = Typed(folder, "--output", output.name)
-    wait_for(lambda: list(folder.glob("kept.txt.smoe.*.tmp")), process)  # it waits for text now
+    wait_until(lambda: list(folder.glob("kept.txt.smoe.*.tmp")), process)  # it waits for text now
     (partial,) = folder.glob("kept.txt.smoe.*.tmp")
     status, said = process.end(number)
     assert output.read_text() == "as it was\n" and "Traceback" not in said
@@ -340,6 +340,6 @@ def test_an_interruption_leaves_the_file_as_it_was(folder, number):
 def test_a_full_disk_is_one_sentence(folder):
     with open("/dev/full", "wb") as full:
         process = started(folder, stdout=full)
-        _, said = process.communicate(b"1 2\n", timeout=120)
+        _, said = process.communicate(b"1 2\n", timeout=HANGS)
     assert process.returncode == 1
     assert said.decode().splitlines()[-1].startswith("error: standard output cannot be written: No")

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from commands import generation, hypotheses, refused, run, train
+from programs import HANGS
 from test_compat import run_without
 from test_training import PLUGIN
 
@@ -113,7 +114,7 @@ def test_a_forked_process_translates_on_one_thread(model):
     process = multiprocessing.get_context("fork").Process(target=translate)
     try:
         process.start()
-        process.join(120)
+        process.join(HANGS)
         assert process.exitcode == 1
     finally:
         process.kill()

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from programs import HANGS
 from sampling import soak
 from test_compat import run_without
 from test_expert_parallel import checkpoint, flags
@@ -96,7 +97,7 @@ def test_a_process_that_fails_does_not_wait_for_state(ranks, small_corpus, tmp_p
     """To save crash.pt fairseq asks all for their part of it, and the others are in another call."""
     arguments = list(map(str, flags(small_corpus, tmp_path / "run", *ZERO, *parallel)))
     run = ranks.start(tmp_path / "logs", 2, arguments, function=train_until_one_fails)
-    status = run.programs[1].wait(30)
+    status = run.programs[1].wait(HANGS)
     run.kill()
     assert status == 1, run.output(1)[-3000:]
     assert (

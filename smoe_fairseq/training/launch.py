@@ -347,10 +347,11 @@ def wait_for_all(distributed) -> "dist.TCPStore | None":
             )
 
     interval, store = timedelta(seconds=REPORT_SECONDS), None
+    connecting = interval if rank > 0 else timedelta(minutes=5)  # rank 0 connects to itself
     while store is None:
         try:
             store = dist.TCPStore(
-                *address, None, rank == 0, interval, wait_for_workers=False, multi_tenant=True
+                *address, None, rank == 0, connecting, wait_for_workers=False, multi_tenant=True
             )
         except dist.DistNetworkError:
             if rank == 0:  # the port is in use
