@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from commands import changed, contents, generate, load
+from commands import changed, contents, generate, load, refused
 from fairseq import checkpoint_utils
 from sampling import soak
 from test_expert_parallel_checkpoints import call, refusal
@@ -109,6 +109,29 @@ def test_a_whole_command_line(dense, small_corpus, tmp_path):
         first[name] = float(log_lines(process)[0]["nll_loss"])
     assert first["up"] == pytest.approx(first["dense"], abs=2e-3)
     assert first["scratch"] > first["up"] + 0.5
+
+
+def test_embeddings_stay_apart_where_the_dense_model_had_them_apart(
+    dense, small_corpus, tmp_path, capsys
+):
+    """Shared, one of them would silently be lost; the printed flags keep both."""
+
+    def divide(state):
+        state["cfg"]["model"].update(share_all_embeddings=False)
+        encoder = "encoder.embed_tokens.weight"
+        state["model"][encoder] = state["model"][encoder] + 1
+
+    apart = changed(dense, tmp_path / "apart.pt", divide)
+    call("upcycle", apart, "--smoe-strata", 4, "--output", tmp_path / "up.pt")
+    _, _, words = capsys.readouterr().out.partition("--arch smoe_transformer ")
+    assert "--encoder-ffn-embed-dim 64 " in words and "--no-share-all-embeddings " in words
+    train = (small_corpus, tmp_path / "run", "--max-update", 1, "--lr", 0, *words.split())
+    refused(train_smoe(*train, "--share-all-embeddings", check=False), "up.pt", "--share-")
+    train_smoe(*train)
+    trained = load(tmp_path / "run/checkpoint_last.pt")["model"]
+    assert all(
+        torch.equal(trained[n], t) for n, t in load(apart)["model"].items() if "embed_t" in n
+    )
 
 
 W1 = "decoder.layers.1.moe.experts.w1"

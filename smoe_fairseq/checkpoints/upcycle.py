@@ -20,6 +20,7 @@ from smoe_fairseq.checkpoints.model import (
     SIDES,
     check_pre_norm,
     is_moe_option,
+    saved_options,
     target_model,
     transformer_options,
     with_model_options,
@@ -163,14 +164,24 @@ def run_upcycle(args: Namespace) -> None:
         state = upcycle(args.path, moe_options, args.noise)
         sets.write_converted(state, args.output, args.force)
     layers = sum(name.endswith(".moe.experts.w1") for name in state["model"])
-    words = " ".join(_shown(name, value) for name, value in moe_options.items())
+    words = " ".join(
+        [*_sizes(state), *(_shown(name, value) for name, value in moe_options.items())]
+    )
     print(
         f"{args.output}: {layers} MoE layers, whose experts are copies of the FFNs of {args.path}"
     )
     print(
         f"train it on with its dictionaries: fairseq-train DATA --user-dir $(smoe path) --arch "
-        f"smoe_transformer SIZES {words} --finetune-from-model {args.output}"
+        f"smoe_transformer {words} --finetune-from-model {args.output}"
     )
+
+
+def _sizes(state: Mapping) -> list[str]:
+    """The flags of the model's options without MoE layers, if they are not the defaults."""
+    values, default = saved_options(Path(), state), SMoETransformerConfig()
+    names = [n for n in SMoETransformerConfig.names() if not is_moe_option(n)]
+    changed = {n: values[n] for n in names if values[n] != getattr(default, n)}
+    return [_shown(f"no_{n}" if v is False else n, v is False or v) for n, v in changed.items()]
 
 
 def _shown(name: str, value) -> str:

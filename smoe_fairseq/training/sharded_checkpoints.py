@@ -2,12 +2,15 @@
 
 import os
 import time
+from collections.abc import Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
 from fairseq import checkpoint_utils
+from torch import Tensor, nn
 
 from smoe_fairseq.checkpoints import io
+from smoe_fairseq.checkpoints.sets import same_bits
 from smoe_fairseq.compat.replacing import replaces
 from smoe_fairseq.errors import UsageError
 from smoe_fairseq.files import rank_files
@@ -161,10 +164,12 @@ def check_files(trainer, path: Path, reset_optimizer: bool) -> None:
         _check_sharded(trainer, path, place)
 
 
-def check_languages(trainer, path: Path, reset_optimizer: bool) -> None:
-    """Raise UsageError if the checkpoint has other dictionaries of the same size, or more language pairs.
+def check_content(trainer, path: Path, reset_optimizer: bool) -> None:
+    """Raise UsageError, on all ranks, for a checkpoint that torch would load silently, but wrongly.
 
-    A model per language pair would lose those that are not trained on; ``--reset-optimizer`` permits this.
+    It has other dictionaries of the same size, other values of parameters that the model shares, or more
+    language pairs. A model per language pair would lose those that are not trained on;
+    ``--reset-optimizer`` permits this.
     """
     message = None
     if trainer.expert_placement is not None or trainer.data_parallel_rank == 0:
@@ -175,7 +180,24 @@ def check_languages(trainer, path: Path, reset_optimizer: bool) -> None:
         others = sorted(pairs - {*getattr(trainer.get_model(), "models", pairs)})
         if others and not reset_optimizer:
             message = f"{path} has models for {', '.join(others)}: expected --lang-pairs with them"
+        if names := _differing(trainer.get_model(), weights):
+            flags = io.flags_of_other_state(content, trainer.cfg)
+            flags = " ".join(flag for flag in flags if "--share-" in flag)
+            message = (
+                f"{path}: {' and '.join(names)} differ, and this model shares them: expected the --share- "
+                f"flags of its training{f' ({flags})' if flags else ''}"
+            )
     launch.refuse_together(message)
+
+
+def _differing(model: nn.Module, weights: Mapping[str, Tensor]) -> tuple[str, str] | None:
+    """Two names of one parameter of the model, for which a checkpoint has different values."""
+    first = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        other = first.setdefault(parameter, name)
+        if {name, other} <= weights.keys() and not same_bits(weights[other], weights[name]):
+            return other, name
+    return None
 
 
 def _check_unsharded(trainer, path: Path) -> None:

@@ -179,7 +179,7 @@ class SMoETrainer(Trainer):
     def load_checkpoint(self, filename, reset_optimizer=False, *rest, reset_meters=False, **more):
         """As fairseq's, after checking the files. A finished run with experts does not train further."""
         sharded_checkpoints.check_files(self, Path(filename), reset_optimizer)
-        sharded_checkpoints.check_languages(self, Path(filename), reset_optimizer)
+        sharded_checkpoints.check_content(self, Path(filename), reset_optimizer)
         with naming_file(filename, f"its state, which {RESETS} leave out,"):
             try:
                 extra_state = super().load_checkpoint(
