@@ -15,6 +15,7 @@ from sampling import soak
 from test_expert_parallel import checkpoint, flags, furthest, whole
 
 from smoe_fairseq.checkpoints.io import Record, open_checkpoint, rank_file
+from smoe_fairseq.checkpoints.sets import Shards
 from smoe_fairseq.errors import UsageError
 
 KILLS = 6
@@ -163,3 +164,12 @@ def test_resuming_equals_never_having_stopped(ranks, small_corpus, tmp_path, uni
     ranks.train(tmp_path, 2, *arguments, "--max-update", 5)
     ranks.train(tmp_path, 2, *arguments)
     assert furthest(whole(tmp_path), whole(reference)) == 0
+
+
+def test_the_files_of_a_diverged_update_are_one_set(ranks, small_corpus, tmp_path):
+    run = ranks.start(
+        tmp_path, 2, *flags(small_corpus, tmp_path, "--expert-parallel", "--lr", 1e30)
+    )
+    assert run.wait() == [1, 1], run.output()
+    shards = Shards.open(tmp_path / "crash.pt")
+    assert len(shards.files) == 2 and shards.record.num_updates > 0

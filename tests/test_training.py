@@ -236,3 +236,7 @@ def test_numbers_that_are_none_end_in_one_sentence(small_corpus, tmp_path):
     refused(process, "--lr")
     assert "NaN detected in output of encoder" in process.stdout
     assert "gradients: " not in process.stdout
+    crash = state_of(tmp_path / "crash.pt")  # resumes after the batch that failed
+    position = crash["extra_state"]["train_iterator"]
+    assert position["epoch"] == 1
+    assert position["iterations_in_epoch"] == crash["optimizer_history"][-1]["num_updates"] + 1

@@ -187,7 +187,7 @@ class Shards:
                 **state[OPTIMIZER],
                 "state": {i: resharded(names[i], values) for i, values in moments.items()},
             }
-        iterator = extra.get("train_iterator")  # missing in a crash.pt
+        iterator = extra.get("train_iterator")  # missing in older files crash.pt
         if iterator and "ranks" not in iterator:  # an earlier version counted batches of each rank
             batches = iterator["iterations_in_epoch"] * len(self.files) // world_size
             extra["train_iterator"] = {**iterator, "iterations_in_epoch": batches}

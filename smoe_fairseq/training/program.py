@@ -152,7 +152,7 @@ def save_if_validation_fails(validate, cfg, trainer, task, epoch_itr, subsets):
             trainer.in_update = True
             trainer.consolidate_optimizer()
             file = os.path.join(cfg.checkpoint.save_dir, "crash.pt")
-            trainer.save_checkpoint(file, {"train_iterator": epoch_itr.state_dict()})
+            trainer.save_checkpoint(file, {})
         raise
 
 

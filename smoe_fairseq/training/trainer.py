@@ -69,6 +69,8 @@ class SMoETrainer(Trainer):
         expert_placement: None if every rank has all experts.
         folder: the identity of ``--save-dir`` at the start; None if there is none.
         save_name: the name of the set that is being saved, else None.
+        crash_name: the beginning of the name of the set ``crash.pt``, equal on all ranks.
+        epoch_iterator: of the training data; None before it is loaded.
         in_update: whether an update is running.
         lacks_memory: whether this rank ran out of memory in the running update.
         skipped: consecutive updates for which all ranks ran out of memory.
@@ -84,11 +86,13 @@ class SMoETrainer(Trainer):
         if cfg.optimization.use_bmuf and (flag := learns_by_updates([model])):
             raise UsageError(f"{flag} with --use-bmuf: gates would differ between ranks")
         self.expert_placement = place = transformer.placement_of(model)
-        self.save_name = None
+        self.save_name = self.epoch_iterator = None
+        self.crash_name = sharded_checkpoints.new_save_name()
         self.in_update = self.lacks_memory = False
         self.skipped, self.known_logs = 0, []
         if place is not None:
             launch.check_options(cfg)
+            self.crash_name = launch.broadcast(self.crash_name)
             with open_dict(cfg):
                 cfg.checkpoint.checkpoint_suffix += f"-rank-{place.rank}"
                 cfg.checkpoint.load_checkpoint_on_all_dp_ranks = True
@@ -136,7 +140,7 @@ class SMoETrainer(Trainer):
             *self.get_criterion().named_parameters(),
         ]
         record = Record(
-            save=self.save_name or sharded_checkpoints.new_save_name(),
+            save=self.save_name or f"{self.crash_name}-{self.get_num_updates()}",
             num_updates=self.get_num_updates(),
             num_experts=place.num_experts,
             other_layers={
@@ -163,8 +167,13 @@ class SMoETrainer(Trainer):
             super().consolidate_optimizer()
 
     def save_checkpoint(self, filename, extra_state):
-        """As fairseq's; with sharded experts, a collective call of all ranks."""
+        """As fairseq's; with sharded experts, a collective call of all ranks.
+
+        The position in the epoch is saved in ``crash.pt`` too, after the update that failed.
+        """
         extra_state = {**extra_state, program.EARLY_STOP: program.early_stop()}
+        if self.epoch_iterator is not None:
+            extra_state.setdefault("train_iterator", self.epoch_iterator.state_dict())
         if self.expert_placement is None:
             super().save_checkpoint(filename, extra_state)
             screen.after_save(self.get_num_updates(), extra_state)
@@ -242,9 +251,9 @@ class SMoETrainer(Trainer):
         if not self.cfg.dataset.disable_validation:
             for subset in self.task.datasets.keys() - {self.cfg.dataset.train_subset}:
                 self.get_valid_iterator(subset)
-        iterator = super().get_train_iterator(*arguments, **options)
-        launch.check_data(self.cfg.dataset.train_subset, iterator.dataset)
-        return iterator
+        self.epoch_iterator = super().get_train_iterator(*arguments, **options)
+        launch.check_data(self.cfg.dataset.train_subset, self.epoch_iterator.dataset)
+        return self.epoch_iterator
 
     def train_step(self, samples, *others, **options):
         """As fairseq's, with one message if the loss or gradients are no longer finite.
