@@ -95,11 +95,15 @@ def test_a_checkpoint_does_not_depend_on_what_memory_held(small_corpus, tmp_path
     assert not [name for name, tensor in one.items() if not torch.equal(tensor, other[name])]
 
 
-def test_resuming_a_finished_run_changes_nothing(small_corpus, finished):
-    before = {path: path.read_bytes() for path in finished.iterdir()}
-    process = train(small_corpus, finished, "--max-update", 2)
+@pytest.mark.parametrize("run, flags", [("sparse", ()), ("dense", ("--moe-freq", 0))])
+def test_resuming_a_finished_run_changes_nothing(request, small_corpus, tmp_path, run, flags):
+    last = shutil.copy(request.getfixturevalue(run), tmp_path)
+    before = Path(last).read_bytes()
+    updates = state_of(last)["optimizer_history"][-1]["num_updates"]
+    process = train(small_corpus, tmp_path, *flags, "--max-update", updates)
     assert "nothing is left to train" in process.stdout and not log_lines(process)
-    assert {path: path.read_bytes() for path in finished.iterdir()} == before
+    assert Path(last).read_bytes() == before
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint_last.pt"]
 
 
 @pytest.mark.parametrize(

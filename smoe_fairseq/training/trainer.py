@@ -186,7 +186,7 @@ class SMoETrainer(Trainer):
             super().save_checkpoint(str(path), extra_state)
 
     def load_checkpoint(self, filename, reset_optimizer=False, *rest, reset_meters=False, **more):
-        """As fairseq's, after checking the files. A finished run with experts does not train further."""
+        """As fairseq's, after checking the files. A finished run does not train further."""
         sharded_checkpoints.check_files(self, Path(filename), reset_optimizer)
         sharded_checkpoints.check_content(self, Path(filename), reset_optimizer)
         with naming_file(filename, f"its state, which {RESETS} leave out,"):
@@ -212,7 +212,7 @@ class SMoETrainer(Trainer):
                 program.set_early_stop(extra_state.get(program.EARLY_STOP, {}))
         optimization = self.cfg.optimization
         finished = 0 < optimization.max_update <= self.get_num_updates()
-        if finished and transformer.first_block(self.get_model()):
+        if finished:
             # fairseq checks --max-update only after an update, so it would make one more.
             logger.info(f"--max-update {optimization.max_update}: nothing is left to train")
             optimization.max_epoch = -1
