@@ -213,6 +213,7 @@ OTHERS = {  # by what the sentence names
     W1: lambda s: s["model"].pop(W1),
     "more is (1,)": put("more", torch.ones(1)),
     "moe_top_k": lambda s: s["cfg"]["model"].update(moe_top_k=1),
+    "moe_scores": lambda s: s["cfg"]["model"].update(moe_scores="sigmoid"),
     "dictionary": lambda s: s["smoe_dictionaries"]["source"].update(sha256="0"),
     f"{W1} has NaN": lambda s: s["model"][W1].view(-1)[3:4].fill_(float("inf")),
     "model.more": put("more", "x"),

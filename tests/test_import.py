@@ -1,6 +1,7 @@
 """``smoe import``: other codes' MoE checkpoints, in files laid out as theirs, compute the same here."""
 
 import re
+import shutil
 from argparse import Namespace
 from pathlib import Path
 
@@ -234,6 +235,13 @@ def test_content_of_another_kind_names_the_file(vanilla, tmp_path, change):
     torch.save(as_theirs(vanilla) | change, tmp_path / "model.pt")
     sentence = refusal("import", tmp_path / "model.pt", "--output", tmp_path / "new/ours.pt")
     assert str(tmp_path / "model.pt") in sentence and not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize("name, advice", [("a.pt", "needs no"), ("a-rank-0.pt", "consolidate")])
+def test_checkpoints_of_ours_need_no_import(vanilla, tmp_path, name, advice):
+    shutil.copy(vanilla, tmp_path / name)
+    sentence = refusal("import", tmp_path / "a.pt", "--output", tmp_path / "ours.pt")
+    assert str(tmp_path / name) in sentence and advice in sentence
 
 
 def test_sets_that_are_not_whole(vanilla, tmp_path):

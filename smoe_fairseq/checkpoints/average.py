@@ -22,7 +22,7 @@ _SETTINGS = (
     *("encoder_normalize_before", "decoder_normalize_before"),
     *("no_scale_embedding", "no_token_positional_embeddings"),
     *("smoe_strata", "moe_gate", "moe_top_k", "moe_top_p", "moe_null_experts", "moe_bias_step"),
-    *("moe_copy_experts", "moe_constant_experts"),
+    *("moe_copy_experts", "moe_constant_experts", "moe_scores"),
     *("moe_gate_normalization", "moe_eval_capacity_factor", "smoe_norm", "moe_stacked"),
 )
 # fairseq's names of checkpoints at the end of an epoch, and after a number of updates.

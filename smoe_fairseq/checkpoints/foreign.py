@@ -7,7 +7,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from smoe_fairseq.checkpoints.io import open_checkpoint, rank_file, rank_files, rank_of, set_name
+from smoe_fairseq.checkpoints.io import (
+    open_checkpoint,
+    rank_file,
+    rank_files,
+    rank_of,
+    record_of,
+    set_name,
+)
 from smoe_fairseq.checkpoints.model import (
     NORM_OPTION,
     SIDES,
@@ -149,13 +156,17 @@ def files_of(path: Path) -> list[Path]:
         path: any file of the set, or its name without ``-shared`` and ``-rank-N``.
 
     Raises:
-        UsageError: a file of the set is missing.
+        UsageError: a file of the set is missing, or it is a checkpoint of ours.
     """
     name = set_name(path)
     if name.stem.endswith(_SHARED):
         name = name.with_name(name.stem.removesuffix(_SHARED) + name.suffix)
     shared = name.with_name(f"{name.stem}{_SHARED}{name.suffix}")
     ranks = rank_files(name)
+    first = next(iter(ranks.values()), path)
+    if not shared.exists() and record_of(first):
+        advice = "smoe consolidate joins its set" if ranks else "it needs no conversion"
+        raise UsageError(f"{first} is a checkpoint of this package already: {advice}")
     if not shared.exists() and not ranks:
         return [path]
     for file in (shared, *(rank_file(name, rank) for rank in range(len(ranks) or 1))):
