@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from commands import FAIRSEQ, RECIPES, SCRIPTS, generation, start
+from handmade import training
 from programs import HANGS
 from sampling import soak
 from test_recipes import server, write_dataset
@@ -163,6 +164,15 @@ def test_generate(tmp_path, corpus, pre_norm):
     result = limited(1000, *command)  # Python tells of its log here too
     words = f"error: --results-path {tmp_path} cannot be written: File too large"
     assert result.returncode == 1 and result.stderr.splitlines()[-1] == words
+
+
+def test_an_update_that_diverged_is_the_error_though_its_checkpoint_is_not_saved(
+    tmp_path, small_corpus
+):
+    command = training(small_corpus, tmp_path, "--lr", 1e30, "--max-update", 9)
+    result = limited(30_000, *command)
+    assert "--lr" in sentence(result) and "crash.pt" in result.stderr + result.stdout
+    assert not list(tmp_path.glob("*.pt*"))
 
 
 # train.sh and evaluate.sh

@@ -169,21 +169,25 @@ class SMoETrainer(Trainer):
     def save_checkpoint(self, filename, extra_state):
         """As fairseq's; with sharded experts, a collective call of all ranks.
 
-        The position in the epoch is saved in ``crash.pt`` too, after the update that failed.
+        Inside an update it saves ``crash.pt``, with the position after the failed update, and warns if it
+        cannot.
         """
         extra_state = {**extra_state, program.EARLY_STOP: program.early_stop()}
         if self.epoch_iterator is not None:
             extra_state.setdefault("train_iterator", self.epoch_iterator.state_dict())
-        if self.expert_placement is None:
-            super().save_checkpoint(filename, extra_state)
-            screen.after_save(self.get_num_updates(), extra_state)
-        elif self.save_name is not None:
+        if self.save_name is not None:
             super().save_checkpoint(str(pending(filename)), extra_state)
             sharded_checkpoints.publish(filename)
-            screen.after_save(self.get_num_updates(), extra_state)
-        else:  # crash.pt, perhaps by this rank alone, which must not wait for others
-            path = io.rank_file(filename, self.expert_placement.rank)
-            super().save_checkpoint(str(path), extra_state)
+        else:
+            if self.expert_placement is not None:  # perhaps by this rank alone, which must not wait
+                filename = str(io.rank_file(filename, self.expert_placement.rank))
+            try:
+                super().save_checkpoint(filename, extra_state)
+            except UsageError as error:
+                if not self.in_update:
+                    raise
+                return logger.warning(error)  # the error that ended the update is raised
+        screen.after_save(self.get_num_updates(), extra_state)
 
     def load_checkpoint(self, filename, reset_optimizer=False, *rest, reset_meters=False, **more):
         """As fairseq's, after checking the files. A finished run does not train further."""
