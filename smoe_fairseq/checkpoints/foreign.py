@@ -211,7 +211,7 @@ def _renumbered(file: Path, model: dict[str, Tensor], shared: dict) -> dict[str,
 
 # MoE checkpoints of fairseq's MoE branch (NLLB-200) and of the SMoE paper's code as ours.
 
-_CRITERION = "smoe_label_smoothed_cross_entropy"
+CRITERION = "smoe_label_smoothed_cross_entropy"
 # fairseq reads these in any checkpoint; published files may lack them.
 EXPECTED = {
     "optimizer_history": [{"num_updates": 0, "lr_scheduler_state": {}}],
@@ -239,7 +239,7 @@ def import_moe(path: Path) -> dict:
     state = with_model_options(state, options)
     if isinstance(criterion := (state.get("cfg") or {}).get("criterion"), Mapping):
         smoothing = criterion.get("label_smoothing", 0.0)
-        state["cfg"]["criterion"] = {"_name": _CRITERION, "label_smoothing": smoothing}
+        state["cfg"]["criterion"] = {"_name": CRITERION, "label_smoothing": smoothing}
     return state
 
 

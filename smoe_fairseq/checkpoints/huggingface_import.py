@@ -14,9 +14,9 @@ from fairseq.dataclass.utils import convert_namespace_to_omegaconf
 from omegaconf import OmegaConf
 from torch import Tensor
 
-from smoe_fairseq.checkpoints.foreign import EXPECTED, complete, with_our_names
+from smoe_fairseq.checkpoints.foreign import CRITERION, EXPECTED, complete, with_our_names
 from smoe_fairseq.checkpoints.io import DICTIONARIES, checksum
-from smoe_fairseq.checkpoints.model import SIDES, plain_config
+from smoe_fairseq.checkpoints.model import OURS, SIDES, plain_config
 from smoe_fairseq.checkpoints.sets import check_tensors
 from smoe_fairseq.checkpoints.tensors import blocks
 from smoe_fairseq.compat.safe_load import check_content
@@ -27,10 +27,9 @@ from smoe_fairseq.models.options import SMoETransformerConfig
 from smoe_fairseq.modules.config import MoEConfig
 from smoe_fairseq.subwords import BEGINS_WORD, check_pieces
 
-OURS, NLLB = "smoe_transformer", "nllb-moe"  # config.json's model_type
+NLLB = "nllb-moe"  # config.json's model_type, as `OURS` is
 _CONFIG, _WEIGHTS, _INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 _SUBWORDS = "spm.model"
-_CRITERION = "smoe_label_smoothed_cross_entropy"
 _LOSS_WEIGHTS = {"aux": "gate", "z": "z", "entropy": "entropy"}  # their names and the criterion's
 
 _SIDE_ARGUMENTS = (
@@ -135,7 +134,7 @@ def _checkpoint(
     """The content of a checkpoint, with the settings that ``fairseq-train`` would save."""
     if options.get("share_all_embeddings") and "encoder.embed_tokens.weight" in weights:
         weights.setdefault("decoder.embed_tokens.weight", weights["encoder.embed_tokens.weight"])
-    flags = ["", *task, "--arch", OURS, "--criterion", _CRITERION]
+    flags = ["", *task, "--arch", OURS, "--criterion", CRITERION]
     flags += ["--label-smoothing", str(config.get("label_smoothing") or 0.0)]
     for theirs, ours in _LOSS_WEIGHTS.items():
         if (value := config.get(f"router_{theirs}_loss_coef")) is not None:
