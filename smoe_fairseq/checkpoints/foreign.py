@@ -21,13 +21,13 @@ from smoe_fairseq.checkpoints.model import (
     check_fit,
     check_pre_norm,
     is_moe_option,
+    refuse_options,
     saved_options,
     target_model,
     with_model_options,
 )
 from smoe_fairseq.checkpoints.sets import OPTIMIZER, UNSET, check_tensors
 from smoe_fairseq.errors import UsageError
-from smoe_fairseq.flags import flag_of
 from smoe_fairseq.models.options import SMoETransformerConfig
 from smoe_fairseq.modules.strata import Strata
 
@@ -95,11 +95,7 @@ def foreign_options(path: Path, state: Mapping, weights: Mapping[str, Tensor]) -
         UsageError: the model has unsupported options, or its MoE layers are not every N-th layer.
     """
     values = saved_options(path, state)
-    for name in _UNSUPPORTED:
-        if values.get(name):
-            raise UsageError(
-                f"{path} was trained with {flag_of(name)} {values[name]}; expected a model without it"
-            )
+    refuse_options(path, values, _UNSUPPORTED)
     known = SMoETransformerConfig.select(values)
     options = {name: value for name, value in known.items() if not is_moe_option(name)}
     options |= {name: values[name] for name in _SAME_NAME if values.get(name) is not None}

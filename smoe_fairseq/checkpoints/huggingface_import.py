@@ -32,11 +32,8 @@ _CONFIG, _WEIGHTS, _INDEX = "config.json", "model.safetensors", "model.safetenso
 _SUBWORDS = "spm.model"
 _LOSS_WEIGHTS = {"aux": "gate", "z": "z", "entropy": "entropy"}  # their names and the criterion's
 
-_SIDE_ARGUMENTS = (
-    "embed_dim",
-    "ffn_embed_dim",
-    "activation_fn",
-)  # those of a block's side by default
+# A block's arguments that are those of its side by default.
+_SIDE_ARGUMENTS = ("embed_dim", "ffn_embed_dim", "activation_fn")
 # These do not change translations.
 _IRRELEVANT = {"dropout", "activation_dropout", "capacity_factor", "execution", "output_norm"}
 

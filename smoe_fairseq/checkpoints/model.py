@@ -1,7 +1,7 @@
 """The model that a checkpoint's settings describe."""
 
 from argparse import Namespace
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import fields
 from pathlib import Path
 
@@ -65,16 +65,22 @@ def known_options(path: Path, state: Mapping) -> dict:
     """
     with naming_file(path):
         model, values = model_values(path, state)
-    for name in _UNSUPPORTED if model == STOCK else ():
-        if values.get(name):
-            raise UsageError(
-                f"{path} was trained with {flag_of(name)} {values[name]}; expected a model without it"
-            )
+    if model == STOCK:
+        refuse_options(path, values, _UNSUPPORTED)
     options = SMoETransformerConfig.select(values)
     if model == STOCK:
         options["moe_freq"] = 0
     check_weights(path, options, state["model"])
     return options
+
+
+def refuse_options(path: Path, values: Mapping, names: Iterable[str]) -> None:
+    """Raise UsageError if one of these options of a checkpoint is set."""
+    for name in names:
+        if values.get(name):
+            raise UsageError(
+                f"{path} was trained with {flag_of(name)} {values[name]}; expected a model without it"
+            )
 
 
 def check_weights(path: Path, options: Mapping, weights: Mapping[str, Tensor]) -> None:

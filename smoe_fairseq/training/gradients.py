@@ -134,9 +134,7 @@ class ShardedSharedState(Optimizer):
         self.experts = type(whole)(experts, **optimizer.optimizer_config)
 
     def __getattr__(self, name: str):
-        if name.startswith(
-            "supports"
-        ):  # attributes in which fairseq looks up an optimizer's features
+        if name.startswith("supports"):  # where fairseq looks up an optimizer's features
             return getattr(self.experts, name)
         raise AttributeError(f"{type(self).__name__} has no attribute {name}")
 
