@@ -70,6 +70,8 @@ def test_early_stopping_ends_a_run_and_goes_on_counting(corpus, tmp_path):
     assert len(validations(first.stdout)) == 2
     rest = bilingual(corpus, tmp_path / "parts", *flags)
     assert "early stop" in rest.stdout and len(validations(rest.stdout)) == 2
+    again = bilingual(corpus, tmp_path / "parts", *flags)
+    assert "--patience 3: nothing" in again.stdout and not validations(again.stdout)
 
 
 @pytest.mark.soak

@@ -214,12 +214,15 @@ class SMoETrainer(Trainer):
             # For --finetune-from-model these arguments are set although the flags are not.
             if not (reset_optimizer or reset_meters):
                 program.set_early_stop(extra_state.get(program.EARLY_STOP, {}))
+        # fairseq checks these limits only after an update and a validation, so it would train further.
         optimization = self.cfg.optimization
-        finished = 0 < optimization.max_update <= self.get_num_updates()
-        if finished:
-            # fairseq checks --max-update only after an update, so it would make one more.
-            logger.info(f"--max-update {optimization.max_update}: nothing is left to train")
-            optimization.max_epoch = -1
+        for flag, limit, count in (
+            ("--max-update", optimization.max_update, self.get_num_updates()),
+            ("--patience", self.cfg.checkpoint.patience, program.early_stop().get("num_runs", 0)),
+        ):
+            if 0 < limit <= count:
+                logger.info(f"{flag} {limit}: nothing is left to train")
+                optimization.max_epoch = -1
         return extra_state
 
     def _check_loaded(self, filename: str, reset_optimizer: bool) -> None:
