@@ -252,7 +252,7 @@ class StratifiedMoE(nn.Module):
                 raise ValueError(f"a hash gate needs ids of shape {tuple(x.shape[:-1])}")
             return ids.reshape(-1)
         if extra_input == "sentence":
-            *sentences, length = x.shape[:-1]
+            *sentences, length = 1, *x.shape[:-1]
             number = torch.Size(sentences).numel()
             return torch.arange(number, device=x.device).repeat_interleave(length)
         return None

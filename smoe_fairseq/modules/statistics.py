@@ -167,7 +167,7 @@ class StatsBuilder:
         _, tokens, routing = first
         logits_TE = routing.own_logits_TE
         every_TE = logits_TE.new_zeros(shape.numel(), logits_TE.shape[1])
-        return tokens.replace(every_TE, logits_TE).view(*shape, -1)
+        return tokens.replace(every_TE, logits_TE).view(*shape, every_TE.shape[1])
 
     def pad_choices(self, number_K: Tensor) -> Tensor:
         """Pad the counts of a gate's choices to ``(..., K)`` with 0."""
