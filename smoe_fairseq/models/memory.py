@@ -75,7 +75,7 @@ class Part:
 
 
 def parts(config: DecoderOptions, task) -> list[Part]:
-    """The parts of a model, which add up to its parameters, except for those of unusual gates.
+    """The parts of a model, which add up to its parameters, except for those of gate residuals.
 
     Args:
         task: for the sizes of its dictionaries.
@@ -90,8 +90,10 @@ def parts(config: DecoderOptions, task) -> list[Part]:
         flags = f"--{side}-embed-dim {D} --{side}-ffn-embed-dim {F} --{side}-layers {layers}"
         network = 2 * D * F + F + D
         dense = layers - len(strata)
-        attention = _attentions(config, side) * (4 * D**2 + 4 * D + 2 * D)
-        trunk = layers * attention + dense * (network + 2 * D) + 2 * D
+        source = getattr(config, "encoder_embed_dim", D)  # of the keys and values of the source
+        attention = _attentions(config, side) * (4 * D**2 + 6 * D) + 2 * D * (source - D)
+        trunk = layers * attention + dense * (network + 2 * D)
+        trunk += 2 * D * (1 + config.layernorm_embedding)
         result.append(Part(flags, copies * trunk, objects=copies * layers * LAYER_OBJECTS))
         width = config.moe_expert_ffn_dim or F
         shared = 0  # gates, norms and branches of MoE layers
