@@ -183,6 +183,8 @@ def test_what_a_program_gives_is_looked_at(model):
         ({"sampling_topk": 5}, "--sampling-topk 5"),
         ({"sentences": ["a \ud800 b"]}, r"\\ud800"),
         ({"sentences": [None]}, "None"),
+        ({"beam": 0, "verbose": True}, "--beam 0"),
+        ({"sentences": [None], "verbose": True}, "None"),
     ):
         with pytest.raises(UsageError, match=named):
             model.translate(**{"sentences": texts, "source_lang": "fr"} | given)

@@ -265,20 +265,22 @@ class Translator(TrainedModel):
                 raise UsageError(
                     f"{unused[0]}: expected it without verbose and options of fairseq alone"
                 )
-            beam = beam or self.cfg.generation.beam
             return self._by_fairseq(list(sentences), beam, verbose, **direction, **options)
         results = self.translations(sentences, beam, **direction, int8=int8, **options)
         return [each.hypotheses[0].text for each in results]
 
-    def _by_fairseq(self, sentences: list[str], *args, source_lang, target_lang, **options):
+    def _by_fairseq(self, sentences, beam, verbose, source_lang, target_lang, **options):
         """Translations by fairseq's search, with the text as in `translations`."""
         from smoe_fairseq.translate.readout import Readout
+        from smoe_fairseq.translate.translator import Options, check_texts
 
+        check_texts(sentences)
+        beam = Options(beam=self.cfg.generation.beam if beam is None else beam).beam
         source, target = source_lang or self.source_lang, target_lang or self.target_lang
         readout = Readout(self, self.models, self.task_for(source, target))
         tokens = [self.encode(sentence) for sentence in sentences if self.has_words(sentence)]
         direction = {"source_lang": source, "target_lang": target}
-        results = iter(self.generate(tokens, *args, **direction, **options) if tokens else ())
+        results = iter(tokens and self.generate(tokens, beam, verbose, **direction, **options))
         return [
             readout.text(next(results)[0]["tokens"]) if self.has_words(sentence) else ""
             for sentence in sentences
