@@ -281,8 +281,8 @@ class SMoELabelSmoothedCrossEntropyCriterion(LabelSmoothedCrossEntropyCriterion)
         if first.cmr is not None:
             budget = cmr_budget_loss(stats, self.cmr_gate_loss_p) if stats else zero
             yield "cmr_gate_loss", self.cmr_gate_loss_wt, budget
-        if first.capacity_budget:
-            distance = capacity_budget_loss(stats, first.capacity_budget) if stats else zero
+        if budget := first.config.capacity_budget:
+            distance = capacity_budget_loss(stats, budget) if stats else zero
             yield "smoe_budget_loss", self.smoe_capacity_budget_wt, distance
 
     @classmethod

@@ -276,7 +276,7 @@ class SMoETransformerEncoder(_Layers, TransformerEncoderBase):
     ):
         """fairseq's encoder output for ``src_tokens (B, S)``, plus "moe_stats" and "moe_layers".
 
-        Both are empty without ``with_stats``.
+        Both are empty without ``with_stats``, unless gates need the logits of the layer before.
         """
         padding_mask = src_tokens.eq(self.padding_idx)
         has_padding = may_have_padding(padding_mask)

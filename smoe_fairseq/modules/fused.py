@@ -87,8 +87,8 @@ def applies(block, x: Tensor) -> bool:
         and not strata.fixed_depth
         and block.experts.activation_fn is F.relu
         and max(block.experts.activation_dropout, norms.dropout) < 1
-        and not (block.branches or block.eom or config.capacity_budget)
-        and not (block.training and block.gating_dropout)
+        and not (block.branches or config.eom or config.capacity_budget)
+        and not (block.training and config.gating_dropout)
         and config.balance_over == "batch"
         and all(map(_is_plain, gates))
         and all(norm.weight.dtype == gates[0].weight.dtype for norm in norms)

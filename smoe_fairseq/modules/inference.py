@@ -35,7 +35,7 @@ def applies(block, x: Tensor) -> bool:
         and autocast_dtype(x.device) is None
         and not block.experts.placement.is_sharded
         and block.execution != "grouped"
-        and not (block.branches or block.eom)
+        and not (block.branches or block.config.eom)
         and all(map(_is_plain, block.gates))
     )
 

@@ -64,9 +64,7 @@ class StratifiedMoE(nn.Module):
         config = MoEConfig(strata, **options)
         self.config = config
         self.strata = config.layout
-        self.learns_balance = config.learns_balance
-        self.balance_over, self.capacity_budget = config.balance_over, config.capacity_budget
-        self.eom, self.gating_dropout = config.eom, config.gating_dropout
+        self.learns_balance, self.balance_over = config.learns_balance, config.balance_over
         norms = StackedNorms if config.stacked else NORMS[config.norms]
         self.layer_norms = norms(embed_dim, len(self.strata), config.dropout, config.dropout_per)
         self.gates = nn.ModuleList(
@@ -183,7 +181,7 @@ class StratifiedMoE(nn.Module):
         # The last stratum that each token visited or skipped; -1 before the first.
         position_T = torch.full((x_TD.shape[0],), -1, device=x.device)
         padding_T = padding_mask.reshape(-1) if padding_mask is not None else position_T >= 0
-        unrouted_T = drop_gating(padding_T, self.gating_dropout, self.training)
+        unrouted_T = drop_gating(padding_T, self.config.gating_dropout, self.training)
         position_T = position_T.masked_fill(unrouted_T, len(self.strata))
         # On other devices the host would wait for the number of tokens.
         indexes = run.on_host and x.device.type == "cpu"
@@ -209,7 +207,7 @@ class StratifiedMoE(nn.Module):
             if i + 1 < len(self.gates):
                 position_T = tokens.replace(position_T, self._stratum_of_first_choice(i, routing))
             # y = sum_e G_e FFN_e(x') (eq. 6), and the branches
-            weight_TK = mask_outputs(routing.weight_TK, self.eom, self.training)
+            weight_TK = mask_outputs(routing.weight_TK, self.config.eom, self.training)
             copies = Copies(routing.expert_TK, weight_TK, routing.rank_TK, routing.kept_E, own)
             branches = partial(self._compute_branches, h_TD, routing)
             if placement.is_sharded:
