@@ -63,9 +63,8 @@ def test_a_search_takes_tokens_of_the_list_alone(packed):
     assert best == [each[0]["tokens"].tolist() for each in everything]
 
 
-@pytest.fixture
-def data(tmp_path):
-    """Binarised pairs: the target token of each source token is 3 more."""
+def write_pair(folder, source: str, target: str, more: int) -> Dictionary:
+    """A binarised pair: the target token of each source token is ``more`` above it."""
     from fairseq.data import indexed_dataset
 
     dictionary = Dictionary()
@@ -73,18 +72,24 @@ def data(tmp_path):
         dictionary.add_symbol(f"w{i}")
     generator = torch.Generator().manual_seed(1)
     lines = [torch.randint(4, 20, (5,), generator=generator) for _ in range(60)]
-    for language, more in (("aa", 0), ("bb", 3)):
-        dictionary.save(str(tmp_path / f"dict.{language}.txt"))
-        prefix = str(tmp_path / f"train.aa-bb.{language}")
+    for language, offset in ((source, 0), (target, more)):
+        dictionary.save(str(folder / f"dict.{language}.txt"))
+        prefix = str(folder / f"train.{source}-{target}.{language}")
         builder = indexed_dataset.make_builder(f"{prefix}.bin", "mmap", vocab_size=len(dictionary))
         for ids in lines:
-            builder.add_item(torch.cat([ids + more, torch.tensor([2])]))
+            builder.add_item(torch.cat([ids + offset, torch.tensor([2])]))
         builder.finalize(f"{prefix}.idx")
+    return dictionary
+
+
+@pytest.fixture
+def data(tmp_path):
+    write_pair(tmp_path, "aa", "bb", 3)
     return tmp_path
 
 
-def task_of(dictionary: Dictionary):
-    config = SimpleNamespace(source_lang="aa", target_lang="bb")
+def task_of(dictionary: Dictionary, source: str = "aa", target: str = "bb"):
+    config = SimpleNamespace(source_lang=source, target_lang=target)
     return SimpleNamespace(cfg=config, source_dictionary=dictionary, target_dictionary=dictionary)
 
 
@@ -114,3 +119,18 @@ def test_the_file_is_that_of_its_dictionary(data, tmp_path):
     (tmp_path / "empty").mkdir()
     result = smoe("shortlist", tmp_path / "empty", check=False)
     assert result.returncode == 1 and "has no training data: expected" in result.stdout
+
+
+def test_a_direction_has_the_counts_of_its_own_text(tmp_path):
+    """Of both orders of a pair, and of a code with a hyphen."""
+    write_pair(tmp_path, "aa", "zh-CN", 3)
+    dictionary = write_pair(tmp_path, "zh-CN", "aa", 1)
+    smoe("shortlist", tmp_path, "--candidates", 1, "--frequent", 1)
+    for source, target, more in (("aa", "zh-CN", 3), ("zh-CN", "aa", 1)):
+        task = task_of(dictionary, source, target)
+        shortlist = Shortlist(tmp_path / "shortlist.npz", task).of(source, target)
+        for token in (6, 9, 12):
+            assert token + more in shortlist(torch.tensor([[token]]))
+    (tmp_path / "train.zh-CN-aa.aa.idx").unlink()
+    result = smoe("shortlist", tmp_path, "--output", tmp_path / "other.npz", check=False)
+    assert result.returncode == 1 and "train.zh-CN-aa." in result.stdout

@@ -13,6 +13,7 @@ import zipfile
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
 from functools import partial
+from itertools import permutations
 from pathlib import Path
 
 import numpy as np
@@ -49,9 +50,9 @@ class Shortlist:
         try:
             with np.load(file, allow_pickle=False) as content:
                 self._check(content, dictionaries, flag)
-                for direction in map(str, content["directions"]):
-                    if set(direction.split("-")) <= dictionaries.keys():
-                        target = direction.split("-")[1]
+                directions = set(map(str, content["directions"]))
+                for source, target in permutations(dictionaries, 2):
+                    if (direction := f"{source}-{target}") in directions:
                         size = int(content[f"{target} size"])
                         arrays = content[direction], content[f"{direction} frequent"]
                         if not all(((0 <= ids) & (ids < size)).all() for ids in arrays):
@@ -162,15 +163,20 @@ def run_shortlist(args: Namespace) -> None:
     if args.output is not None:
         refuse_existing(args.output, f"--output {args.output}")
     output = args.output or args.data / FILE
-    pairs = {
-        tuple(file.name.split(".")[1].split("-"))
-        for file in args.data.glob("train.*-*.*.idx")
-        if len(file.name.split(".")) == 4
-    }
-    if not pairs:
+    texts: dict[str, list[str]] = {}  # the languages of each pair; their codes may have hyphens
+    for file in args.data.glob("train.*-*.*.idx"):
+        if len(parts := file.name.split(".")) == 4:
+            texts.setdefault(parts[1], []).append(parts[2])
+    if not texts:
         raise UsageError(
             f"{args.data} has no training data: expected train.SOURCE-TARGET.LANG.idx and .bin"
         )
+    pairs = set()
+    for name, languages in texts.items():
+        orders = [pair for pair in permutations(languages) if "-".join(pair) == name]
+        if not orders:
+            raise UsageError(f"{args.data}/train.{name}.*.idx: expected both sides of the pair")
+        pairs.update(orders)
     content: dict[str, object] = {"directions": []}
     dictionaries = {}
     for language in sorted({language for pair in pairs for language in pair}):
@@ -185,13 +191,12 @@ def run_shortlist(args: Namespace) -> None:
         sides = {}
         for language in pair:
             prefix = args.data / f"train.{'-'.join(pair)}.{language}"
-            if not prefix.with_name(f"{prefix.name}.idx").is_file():
-                raise UsageError(f"{prefix}.idx is missing: expected both sides of the pair")
             sides[language] = _occurrences(prefix, dictionaries[language], args.lines)
         counts = {side.shape[0] for side in sides.values()}
         if len(counts) > 1:
             raise UsageError(f"{args.data}: the sides of {'-'.join(pair)} have different lengths")
-        for source, target in (pair, pair[::-1]):
+        # As in training, a direction uses the text of the opposite one only if it has none.
+        for source, target in (pair, *({pair[::-1]} - pairs)):
             direction = f"{source}-{target}"
             content["directions"].append(direction)
             content[direction], content[f"{direction} frequent"] = candidates(
