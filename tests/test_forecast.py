@@ -246,6 +246,15 @@ def test_a_gpu_has_a_row_for_each_expert_that_may_take_a_token():
     assert found.activations < of_all.activations
 
 
+@pytest.mark.parametrize("gate", ["relu", "threshold", "top-p"])
+def test_a_gpu_has_a_row_for_each_expert_of_a_gate_that_chooses_any_number(gate):
+    found, of_all = (
+        foretell("--smoe-strata", "8", *flags)
+        for flags in (["--moe-gate", gate], ["--moe-top-k", "8"])
+    )
+    assert found.activations == of_all.activations
+
+
 def test_an_update_of_several_batches_keeps_gradients_all_the_time():
     one, many = (
         foretell("--max-tokens", "1024"),

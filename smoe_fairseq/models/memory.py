@@ -21,6 +21,7 @@ from smoe_fairseq.flags import flag_of
 from smoe_fairseq.host_memory import machine_memory
 from smoe_fairseq.models.options import DecoderOptions
 from smoe_fairseq.modules.gates import GATES
+from smoe_fairseq.modules.gates.linear import AnyNumberGate
 from smoe_fairseq.modules.parallel import Placement
 
 LENGTH = 32  # tokens of a sentence, if the data is unknown
@@ -414,7 +415,7 @@ def _block(run: Run, side: str, strata, network, dropped: float) -> tuple[float,
             tokens = share
             factor = _capacity(config)
             copies *= share if not factor else min(1, factor / copies) * share
-        elif _experts_choose(config, side) and not place.is_sharded:
+        elif _has_all_rows(config, side) and not place.is_sharded:
             copies = visible  # rows, also of experts that do not take the token
         own = len(set(place.local) & set(range(first, first + visible)))
         received = copies * own / visible * place.group_size  # by this rank's experts
@@ -434,6 +435,11 @@ def _block(run: Run, side: str, strata, network, dropped: float) -> tuple[float,
 def _experts_choose(config: DecoderOptions, side: str) -> bool:
     """Whether experts take tokens; decoders of models with expert choice have a top-k gate."""
     return config.moe_gate == "depths" or (config.moe_gate == "expert-choice" and side == "encoder")
+
+
+def _has_all_rows(config: DecoderOptions, side: str) -> bool:
+    """Whether a grouped product has a row for each expert and token, since any number may be chosen."""
+    return _experts_choose(config, side) or issubclass(GATES[config.moe_gate], AnyNumberGate)
 
 
 def choices(config: DecoderOptions, side: str, experts: int) -> float:
