@@ -464,6 +464,10 @@ def test_bytes_are_joined_where_output_is_read(tmp_path):
     object.__setattr__(tokenizer, "_spm", model)
     object.__setattr__(tokenizer, "_added_tokens_encoder", {})
     assert transformers.SMoETokenizer.convert_tokens_to_string(tokenizer, pieces.split()) == text
+    # A translation is one line of its file, whatever the model generates.
+    pieces, text = "▁some <0x0A> ▁text <0x41> <0x20> <0x42> <0x0D> c", "some  textA B c"
+    assert data_utils.post_process(pieces, "sentencepiece") == text
+    assert transformers.SMoETokenizer.convert_tokens_to_string(tokenizer, pieces.split()) == text
 
 
 # The table at the end

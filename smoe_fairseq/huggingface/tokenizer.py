@@ -145,11 +145,10 @@ class SMoETokenizer(PreTrainedTokenizer):
         tokens = [f"{BEGINS_WORD}{token}" if token in added else token for token in tokens]
         for are_bytes, run in groupby(tokens, lambda token: _BYTE.fullmatch(token) is not None):
             text = "".join(run)
-            joined += (
-                bytes.fromhex(re.sub("<0x|>", "", text)).decode("utf-8", "replace")
-                if are_bytes
-                else text
-            )
+            if are_bytes:
+                text = bytes.fromhex(re.sub("<0x|>", "", text)).decode("utf-8", "replace")
+                text = re.sub("[\r\n]", " ", text)  # as in `smoe translate`
+            joined += text
         return joined.replace(BEGINS_WORD, " ").strip()
 
     def _decode(self, token_ids, skip_special_tokens: bool = False, **_) -> str:
