@@ -540,6 +540,11 @@ def test_the_card_has_the_runs_scores(trained, tmp_path):
     )
 
 
+def test_the_card_of_a_language_with_a_hyphen(hyphens, tmp_path):
+    card = (export(hyphens / "checkpoint_last.pt", tmp_path / "model") / "README.md").read_text()
+    assert 'language: ["en", "zh-CN"]\n' in card and "en-zh-CN" in card
+
+
 def test_what_cannot_be_exported_is_one_sentence(trained, tmp_path):
     def saved(name: str, change) -> Path:
         state = torch.load(trained / "strata-4-4.pt", weights_only=True)

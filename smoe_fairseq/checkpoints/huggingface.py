@@ -216,14 +216,17 @@ def _tokenizer_of(path: Path, state: Mapping, task, config, folder: Path):
 
 def _card(output: Path, run: Path, config, tokenizer) -> str:
     """The model card: what the folder is, how to load it, and the run's scores."""
-    languages = sorted({lang for pair in tokenizer.lang_pairs for lang in pair.split("-")})
+    pairs = [pair.split("-") for pair in tokenizer.lang_pairs]
+    if len(pairs) == 1:  # codes may have hyphens
+        pairs = [[tokenizer.src_lang, tokenizer.tgt_lang]]
+    languages = sorted({lang for pair in pairs for lang in pair})
     head = [f"language: {json.dumps(languages)}", "library_name: transformers"]
     head += ["pipeline_tag: translation", "tags: [smoe-fairseq]"]
     strata = sorted({str(block["strata"]) for block in config.moe_blocks.values()})
     kind = f"{len(config.moe_blocks)} MoE layers, strata {', '.join(strata)}" if strata else "dense"
-    first, second = (tokenizer.lang_pairs[0].split("-") + ["", ""])[:2]
     choice = ""
     if tokenizer.language_tokens:
+        first, second = pairs[0]
         choice = f'tokenizer.src_lang, tokenizer.tgt_lang = "{first}", "{second}"\n'
     forced = ""
     if tokenizer.decoder_langtok:
