@@ -42,8 +42,14 @@ def results():
 
 @pytest.mark.soak
 def test_the_backend_of_a_notebook_does_not_matter():
-    """Jupyter sets one that other environments lack; matplotlib refuses it when it is imported."""
-    command = [sys.executable, "-c", "import smoe_fairseq.analysis.figures"]
+    """Jupyter sets one that other environments lack, and it stays the process's."""
+    program = """
+import os, matplotlib
+from smoe_fairseq.analysis import figures
+figures.png(figures.new()[0])
+assert {os.environ["MPLBACKEND"], matplotlib.rcParams["backend"]} == {"module://none.inline"}
+"""
+    command = [sys.executable, "-c", program]
     subprocess.run(command, env=os.environ | {"MPLBACKEND": "module://none.inline"}, check=True)
 
 

@@ -2,7 +2,6 @@
 
 import io
 import itertools
-import os
 import re
 import sys
 import warnings
@@ -14,14 +13,13 @@ import numpy as np
 
 from smoe_fairseq.errors import UsageError
 
-# matplotlib reads it when it is imported, and refuses that of a notebook elsewhere.
-os.environ["MPLBACKEND"] = "agg"
 try:
     import matplotlib
 except ImportError:
     raise UsageError("matplotlib is missing, for pictures: pip install matplotlib") from None
-from matplotlib import pyplot as plt
-from matplotlib.figure import Figure
+except ValueError as error:
+    raise UsageError(f"MPLBACKEND: {error}") from None
+from matplotlib.figure import Figure  # without pyplot, whose backend is the user's
 from matplotlib.font_manager import fontManager
 from matplotlib.patches import Patch
 
@@ -30,9 +28,6 @@ from smoe_fairseq.analysis.record import Block, Counts
 from smoe_fairseq.analysis.results import Results
 from smoe_fairseq.analysis.sentence import SentenceSide
 from smoe_fairseq.files import whole_file
-
-matplotlib.use("agg")
-
 
 DARK, LIGHT, MIDDLE = "#1d3f72", "#f0b45f", "#7f8c9a"  # luminance 0.05, 0.53, 0.25
 HATCH = "///"
@@ -73,12 +68,13 @@ STYLE = {
 }
 
 
-styled = plt.rc_context(STYLE)  # decorates functions that draw
+styled = matplotlib.rc_context(STYLE)  # decorates functions that draw
 
 
 def new(rows: int = 1, columns: int = 1, width: float = 7.0, height: float = 3.0, **options):
     """Figure and ``(rows, columns)`` array of axes, in inches."""
-    return plt.subplots(rows, columns, figsize=(width, height), squeeze=False, **options)
+    figure = Figure((width, height))
+    return figure, figure.subplots(rows, columns, squeeze=False, **options)
 
 
 def panels(number: int, stacked: bool, columns: int = 0, width=7.0, height=3.0, **options):
@@ -97,31 +93,27 @@ def panels(number: int, stacked: bool, columns: int = 0, width=7.0, height=3.0, 
 
 @styled
 def png(figure: Figure) -> bytes:
-    """The picture as PNG; closes the figure."""
+    """The picture as PNG."""
     content = io.BytesIO()
     figure.savefig(content, format="png", dpi=DPI)
-    plt.close(figure)
     return content.getvalue()
 
 
 @styled
 def save(figure: Figure, stem: Path) -> set[str]:
-    """Write ``stem.png`` and ``stem.svg`` atomically, and close the figure.
+    """Write ``stem.png`` and ``stem.svg`` atomically.
 
     Returns:
         Characters that no installed font has.
     """
-    try:
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            for kind, options in (("png", {"dpi": DPI}), ("svg", {"metadata": {"Date": None}})):
-                file = stem.with_name(f"{stem.name}.{kind}")
-                with whole_file(file, called=file.name) as partial:
-                    figure.savefig(partial, format=kind, **options)
-        matches = (_MISSING.match(str(warning.message)) for warning in caught)
-        return {chr(int(match[1])) for match in matches if match}
-    finally:
-        plt.close(figure)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for kind, options in (("png", {"dpi": DPI}), ("svg", {"metadata": {"Date": None}})):
+            file = stem.with_name(f"{stem.name}.{kind}")
+            with whole_file(file, called=file.name) as partial:
+                figure.savefig(partial, format=kind, **options)
+    matches = (_MISSING.match(str(warning.message)) for warning in caught)
+    return {chr(int(match[1])) for match in matches if match}
 
 
 def warn_of_missing(characters: set[str]) -> None:
