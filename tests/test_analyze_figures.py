@@ -184,6 +184,7 @@ def test_what_has_nothing_to_show_is_left_out(results):
     fifths = np.stack([np.full(5, 9), np.zeros(5, dtype=int)])
     none_dropped = replace(results, capacity=CapacityCheck(4, fifths={"decoder.layer.1": fifths}))
     assert names(none_dropped) == ["by_direction", "frequency", "load", "flow"]
+    assert "frequency" not in report.pictures(results, [], {}, 99)
     some = fifths + np.eye(2, 5, -1, dtype=int)
     dropping = replace(results, capacity=CapacityCheck(4, fifths={"decoder.layer.1": some}))
     assert "positions" in names(dropping)
@@ -230,7 +231,7 @@ def test_the_page_escapes_what_it_is_given(results):
     assert "<th>checkpoint</th><td>a&lt;b, 1 updates</td>" in page
     assert page.index("After 1 updates") < page.index("<table>") < page.index('id="load"')
     assert 'media="(max-width: 40rem)" srcset="data:image/png;base64,bmFycm93"' in page
-    assert 'id="frequency"' not in page
+    assert 'id="frequency"' not in page and "(--min-count)" in page
 
 
 def test_the_tokens_that_ask_for_most_and_least_are_words():

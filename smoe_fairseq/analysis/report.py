@@ -56,8 +56,6 @@ def frequency(results: Results, min_count: int) -> str:
         if all(map(len, groups.values())):
             low, high, every = (np.median(groups[name]) for name in ("lowest", "highest", "all"))
             parts.append(f"{block.title}: {low:.0f} and {high:.0f} (all tokens: {every:.0f})")
-    if not parts:
-        return f"No token was seen {min_count} times."
     tokens = "tokens with lowest and highest requested capacity"
     return f"Median training-frequency rank of the {tokens}: {'; '.join(parts)}."
 
@@ -84,12 +82,14 @@ def pictures(
     results: Results, sides: list[SentenceSide], series: Series, min_count: int
 ) -> dict[str, Callable[..., Figure]]:
     """Functions that draw the pictures, by name; without those that have nothing to show."""
+    blocks = results.blocks if results.ranks else []
+    counted = any(len(figures.groups(results, block, min_count)["all"]) for block in blocks)
     check = results.capacity
     dropped = check and any(check.percent_dropped(side).any() for side in check.sides())
     deep = any(len(results.blocks_of(side)) > 1 for side in results.sides())
     draw = {
         "by_direction": results.has_languages and partial(figures.draw_by_direction, results),
-        "frequency": results.ranks and partial(figures.draw_frequency, results, min_count),
+        "frequency": counted and partial(figures.draw_frequency, results, min_count),
         "by_depth": deep and partial(figures.draw_by_depth, results),
         "load": partial(figures.draw_load, results),
         "flow": partial(figures.draw_flow, results),
