@@ -4,13 +4,15 @@ import json
 import re
 import shutil
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from unittest import mock
 
 import numpy as np
 import pytest
+import torch
 from commands import changed, run
-from fairseq.data import FairseqDataset
+from fairseq.data import Dictionary, FairseqDataset
 from handmade import (
     DIRECTIONS,
     LENGTHS,
@@ -31,7 +33,9 @@ from handmade import (
 from smoe_fairseq.analysis import figures, inputs
 from smoe_fairseq.analysis.capacity import check_capacity
 from smoe_fairseq.analysis.inputs import capacities_of
+from smoe_fairseq.analysis.record import BlockRecorder
 from smoe_fairseq.cli import main
+from smoe_fairseq.modules import StratifiedMoE
 
 
 class Lines(FairseqDataset):
@@ -218,6 +222,19 @@ def collected(loaded, **options):
 
 def test_numbers_do_not_depend_on_the_batch_size(loaded):
     assert collected(loaded, max_tokens=50) == collected(loaded, max_tokens=4000)
+
+
+def test_memory_of_the_counters_does_not_grow_with_the_dictionary():
+    block, dictionary = StratifiedMoE(8, 16, "2-2").eval(), Dictionary()
+    dictionary.add_symbol("one")
+    dictionary.symbols *= 10_000
+    recorder = BlockRecorder(block, dictionary)
+    for stratum, gate in enumerate(block.gates):
+        gate.register_forward_hook(partial(recorder.record, stratum))
+    for tokens in ([[5, 40_000, 5]], [[7, 5, 6]]):
+        recorder.begin(torch.tensor(tokens))
+        block(torch.randn(1, 3, 8))
+    assert recorder.counts[:, 0].sum() == 6 and recorder.counts.nbytes < 1000
 
 
 def test_a_sample_is_drawn_from_all_shards(multilingual, three_languages, tmp_path):

@@ -128,23 +128,38 @@ class BlockFollower:
 
 
 class BlockRecorder(BlockFollower):
-    """Counts the first choices of a block's gates by token type.
+    """Counts the first choices of a block's gates by token type, for those that occur.
 
     Attributes:
-        counts: ``(V, L, E)``, first choices of expert e by tokens of type v in stratum i.
+        row_V: the row of each token type in ``counts``; -1: it has not occurred.
+        counts: ``(N, L, E)``, first choices of expert e by tokens of a type in stratum i; the last rows may
+            be unused.
     """
 
     def __init__(self, block: StratifiedMoE, dictionary: Dictionary):
         super().__init__(block, dictionary)
-        shape = len(dictionary), len(block.strata), block.strata.num_experts
         device = block.stratum_of_expert.device
-        self.counts = torch.zeros(shape, dtype=torch.int64, device=device)
+        self.row_V = torch.full((len(dictionary),), -1, device=device)
+        shape = len(block.strata), block.strata.num_experts
+        self.counts, self.number = torch.zeros(0, *shape, dtype=torch.int64, device=device), 0
+
+    def begin(self, tokens_BS: Tensor) -> None:
+        super().begin(tokens_BS)
+        types = self.type_T.unique()
+        types = types[self.row_V[types] < 0]
+        end = self.number + len(types)
+        self.row_V[types] = torch.arange(self.number, end, device=types.device)
+        self.number = end
+        if end > len(self.counts):
+            more = self.counts.new_zeros(end, *self.counts.shape[1:])
+            self.counts = torch.cat([self.counts, more])
 
     def note(
         self, stratum: int, index_N: Tensor, expert_N: Tensor, routing: Routing, row_N: Tensor
     ) -> None:
         strata = self.block.strata
-        cell_N = (self.type_T[index_N] * len(strata) + stratum) * strata.num_experts + expert_N
+        row_N = self.row_V[self.type_T[index_N]]
+        cell_N = (row_N * len(strata) + stratum) * strata.num_experts + expert_N
         self.counts.view(-1).index_add_(0, cell_N, torch.ones_like(cell_N))
 
 
@@ -240,10 +255,13 @@ def collect(samples: inputs.Samples) -> Direction:
             recorder.run(sample["net_input"])
     for name, block_recorder in recorder.blocks.items():
         block = Block(name, block_recorder.block.strata)
-        counts = block_recorder.counts.cpu().numpy()
-        types = counts[:, 0].sum(axis=1).nonzero()[0]
+        row_V = block_recorder.row_V.cpu().numpy()
+        types = np.flatnonzero(row_V >= 0)
+        counts = block_recorder.counts.cpu().numpy()[row_V[types]]
+        seen = counts[:, 0].any(axis=1)  # not padding
+        types, counts = types[seen], counts[seen]
         special = inputs.special(inputs.dictionary_of(task, block.side), task)[types]
-        blocks.append(TypeCounts(block, types, special, counts[types]))
+        blocks.append(TypeCounts(block, types, special, counts))
     return Direction(samples.direction, samples.seen, samples.too_long, tuple(blocks))
 
 
