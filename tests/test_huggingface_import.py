@@ -41,6 +41,17 @@ def test_an_export_is_taken_back(trained, tmp_path, system):  # noqa: F811
     assert said == read_json("translations")[system]["smoe translate"]
 
 
+def test_a_language_with_a_hyphen_is_taken_back(hyphens, tmp_path):
+    folder, output = (
+        export(hyphens / "checkpoint_last.pt", tmp_path / "model"),
+        tmp_path / "ours.pt",
+    )
+    call("import", folder, "--output", output)
+    task = load(output)["cfg"]["task"]
+    assert (task["source_lang"], task["target_lang"]) == ("en", "zh-CN")
+    assert {*tmp_path.glob("dict.*")} == {tmp_path / f"dict.{x}.txt" for x in ("en", "zh-CN")}
+
+
 @pytest.mark.soak
 def test_languages_and_settings_are_taken_back(three_languages, tmp_path):
     """And what transformers has saved again is taken, in several files too."""

@@ -39,10 +39,11 @@ _IRRELEVANT = {"dropout", "activation_dropout", "capacity_factor", "execution", 
 
 # The forms of a folder's JSON files.
 
-_LANGUAGE = r"[^\s,:/-]+"
+_LANGUAGE = r"[^\s,:/-][^\s,:/]*"
 _SYMBOL, _FIRST = re.compile(r"[^\r\n]+"), ["<s>", "<pad>", "</s>", "<unk>"]
 _TOKENIZER = {
     "lang_pairs": [re.compile(rf"(?!(.+)-\1$){_LANGUAGE}-{_LANGUAGE}")],  # two languages
+    **{f"{side}_lang?": (None, re.compile(_LANGUAGE)) for side in ("src", "tgt")},
     "language_tokens?": (None, {str: re.compile(r"\S+")}),
     "encoder_langtok?": (None, re.compile("(src|tgt)[a-z]*")),
     "decoder_langtok?": (None, bool),
@@ -173,10 +174,14 @@ def _text_files(
     """The files of a data folder by name, the task's flags, and the `dictionary_checksums`."""
     file = folder / "tokenizer_config.json"
     settings = read_json(file, _TOKENIZER)
-    pairs, tokens = settings["lang_pairs"], settings.get("language_tokens") or {}
-    languages = {language for pair in pairs for language in pair.split("-")}
-    if not pairs or tokens and not languages <= tokens.keys():
-        raise UsageError(f"{file}: lang_pairs is {pairs}; expected pairs of languages with tokens")
+    names, tokens = settings["lang_pairs"], settings.get("language_tokens") or {}
+    pairs = [name.split("-") for name in names]
+    direction = [settings.get(f"{side}_lang") or "" for side in ("src", "tgt")]
+    if names == ["-".join(direction)]:  # codes may have hyphens
+        pairs = [direction]
+    languages = {language for pair in pairs for language in pair}
+    if not pairs or {*map(len, pairs)} != {2} or tokens and not languages <= tokens.keys():
+        raise UsageError(f"{file}: lang_pairs is {names}; expected pairs of languages with tokens")
     source = weights["encoder.embed_tokens.weight"]
     target = weights.get("decoder.embed_tokens.weight", source)
     vocabulary = {"source": _vocabulary(folder / "vocab.json", len(source))}
@@ -186,7 +191,7 @@ def _text_files(
     files, by_side = {}, {side: checksum(symbols) for side, symbols in vocabulary.items()}
     by_language = {}
     for pair in pairs:
-        for side, language in zip(vocabulary, pair.split("-"), strict=True):
+        for side, language in zip(vocabulary, pair, strict=True):
             content = "".join(f"{symbol} 1\n" for symbol in vocabulary[side][4:]).encode()
             by_language[language] = by_side[side]
             if files.setdefault(f"dict.{language}.txt", content) != content:
@@ -198,13 +203,13 @@ def _text_files(
     elif any(piece.startswith(BEGINS_WORD) for piece in pieces):
         raise UsageError(f"{folder / _SUBWORDS} is missing: expected the model of the subwords")
     if not tokens:
-        source, target = pairs[0].split("-")
+        source, target = pairs[0]
         return files, ["--task", "translation", "-s", source, "-t", target], by_side
     # fairseq appends the languages' tokens to a dictionary in the order of --langs, which JSON does not keep.
     langs = sorted(tokens, key=lambda language: vocabulary["target"].index(tokens[language]))
     style = "mbart" if next(iter(tokens.values())).startswith("[") else "multilingual"
     flags = ["--task", "translation_multi_simple_epoch", "--langs", ",".join(langs)]
-    flags += ["--lang-pairs", ",".join(pairs), "--lang-tok-style", style]
+    flags += ["--lang-pairs", ",".join(names), "--lang-tok-style", style]
     if settings.get("encoder_langtok"):
         flags += ["--encoder-langtok", settings["encoder_langtok"][:3]]
     flags += ["--decoder-langtok"] * bool(settings.get("decoder_langtok"))
