@@ -1,5 +1,6 @@
 """``smoe translate``: equal to fairseq-generate, line for line, and one sentence for what cannot be used."""
 
+import io
 import json
 import os
 import re
@@ -178,6 +179,13 @@ def test_text_as_it_comes(folder):
 
 
 @pytest.mark.soak
+def test_the_mark_with_which_an_editor_begins_a_file_is_no_text():
+    from smoe_fairseq.serve.translate import text_lines
+
+    lines = io.BytesIO("\ufeffone\n\ufefftwo\n".encode())
+    assert [*text_lines(lines, 1)] == [["one"], ["\ufefftwo"]]
+
+
 def test_text_is_utf8_whatever_the_terminal_takes(folder):
     process = started(
         folder, "--json", stdout=subprocess.PIPE, fresh=True, PYTHONIOENCODING="ascii"

@@ -35,7 +35,7 @@ def text_lines(stream: BinaryIO, size: int) -> Iterator[list[str]]:
 def _decoded(line: bytes, number: int) -> str:
     line = line.removesuffix(b"\n").removesuffix(b"\r")
     try:
-        return line.decode()
+        return line.decode("utf-8-sig" if number == 1 else "utf-8")  # some editors' first bytes
     except UnicodeDecodeError as error:
         raise UsageError(
             f"line {number} of standard input is not UTF-8, at position {error.start + 1}"
