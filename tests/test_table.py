@@ -416,6 +416,23 @@ def test_other_metrics_have_a_table_of_their_own(two_systems):
     assert "paper" not in table(folder, "m4", "--metric", "chrf++").stdout
 
 
+def test_comet_of_different_numbers_of_seeds(two_systems):
+    """Of three seeds that score as one does, no difference is shown."""
+    runs = two_systems[0] / "runs/multi30k"
+    for seed in (2, 3):
+        shutil.copytree(runs / "moe", runs / f"moe.seed-{seed}")
+    for file in runs.glob("*/scores.json"):
+        content = json.loads(file.read_text())
+        content["scores"]["en-de"]["others"] = {"COMET": [50.0, "model:m"]}
+        file.write_text(json.dumps(content))
+        sentences = {"sentences": [0.25, 0.75] * 30}
+        (file.parent / "test/en-de.comet.json").write_text(json.dumps(sentences))
+    words = ("--metric", "comet", "--compare", "dense", "moe", "--format", "csv")
+    printed = table(two_systems[0], "multi30k", *words).stdout
+    (row,) = (line for line in printed.splitlines() if line.startswith("en-de"))
+    assert row == "en-de,50.00,50.00,+0.00,1.0000,-"
+
+
 @pytest.mark.parametrize("run", ["moe", "moe.seed-2"])
 def test_comparing_runs_without_a_direction_in_common(tmp_path, run):
     runs = tmp_path / "runs/multi30k"

@@ -252,9 +252,9 @@ def _bootstrap(
     dataset: Dataset, direction: str, first: _System, second: _System, metric: str
 ) -> float:
     if metric == scores.COMET:
-        count, p_of = scores.comet_of_lines, mean_p_value
+        count, over_runs, p_of = scores.comet_of_lines, np.mean, mean_p_value
     else:
         counter = SentenceCounter(dataset, direction, metric)
-        count, p_of = counter.count, functools.partial(p_value, counter.metric)
+        count, over_runs, p_of = counter.count, np.sum, functools.partial(p_value, counter.metric)
     files = (system.translations(direction) for system in (first, second))
-    return p_of(*(sum(np.array(count(file)) for file in of_runs) for of_runs in files))
+    return p_of(*(over_runs([count(file) for file in of_runs], axis=0) for of_runs in files))
