@@ -222,6 +222,19 @@ def test_m15_averages_by_class(tmp_path):
     assert found["moe", "difference"]["eng-xxx all"] == "-"
 
 
+def test_classes_where_english_is_second(tmp_path):
+    """The language of all pairs is the other side of the averages, wherever it stands in a pair."""
+    classes = {"high": ["de"], "low": ["fr", "cs"]}
+    pairs = {"pairs": ["de-en", "fr-en", "cs-en"], "raw": {}, "classes": classes}
+    write_dataset(tmp_path / "c", "own", **pairs, train={"arch": "smoe_transformer_tiny"})
+    write_scores(tmp_path / "runs/own/moe", FULL)
+    words = ("own", "--format", "csv")
+    lines = table(tmp_path, *words, configs=str(tmp_path / "c")).stdout.splitlines()
+    (ours,) = csv.DictReader(line for line in lines if line.count(",") > 5)
+    assert ours["eng-xxx high"] == "10.00" and ours["xxx-eng high"] == "30.00"
+    assert ours["eng-xxx low"] == "25.00" and ours["xxx-eng all"] == "30.12"
+
+
 def opus_languages() -> list[str]:
     from smoe_fairseq.recipes.config import load_dataset
 

@@ -4,6 +4,7 @@ import contextlib
 import math
 import os
 import re
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -275,6 +276,11 @@ class Dataset:
     def directions(self) -> tuple[str, ...]:
         """``source-target`` in the paper's order: first into the first language, then out of it."""
         return tuple(both_orders(pair)[1] for pair in self.pairs) + self.pairs
+
+    @property
+    def hub(self) -> str:
+        """The language of most pairs, such as English: the first such one."""
+        return Counter("-".join(self.pairs).split("-")).most_common(1)[0][0]
 
     def pair_of(self, direction: str) -> str:
         """The pair whose files contain a direction's text."""

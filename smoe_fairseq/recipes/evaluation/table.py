@@ -54,7 +54,7 @@ def _training_sizes(dataset: Dataset) -> dict[str, int] | None:
     by_language = Counter()
     for pair in dataset.pairs:
         first, second = pair.split("-")
-        language = first if second == dataset.languages[0] else second
+        language = first if second == dataset.hub else second
         size = sizes.get(pair, sizes.get(second))  # the latter in files of earlier versions
         if size is None:
             raise UsageError(f"{path} has no size for {pair}: prepare the data again")
@@ -63,12 +63,11 @@ def _training_sizes(dataset: Dataset) -> dict[str, int] | None:
 
 
 def _by_class(dataset: Dataset, classes: Mapping[str, Sequence[str] | None]) -> list[Column]:
-    english = dataset.languages[0]
     parts = []
     for side, position in (("eng-xxx", 0), ("xxx-eng", 1)):
-        side_directions = [d for d in dataset.directions if d.split("-")[position] == english]
-        other = {d: d.split("-")[1 - position] for d in side_directions}
-        parts.append(Column(f"{side} all", tuple(side_directions)))
+        both = ((d, d.split("-")) for d in dataset.directions)
+        other = {d: langs[1 - position] for d, langs in both if langs[position] == dataset.hub}
+        parts.append(Column(f"{side} all", tuple(other)))
         for name, languages in classes.items():
             chosen = None if languages is None else tuple(d for d in other if other[d] in languages)
             parts.append(Column(f"{side} {name}", chosen))
