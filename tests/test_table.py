@@ -269,6 +269,19 @@ def test_opus100_averages_by_counted_sizes(tmp_path, monkeypatch):
     assert "has no size for en-af" in refusal(tmp_path, "opus100")
 
 
+def test_the_size_of_a_model_is_that_with_the_prepared_dictionary(tmp_path):
+    """A small text has fewer subwords than the data set's setting, of 4,000."""
+    write_scores(tmp_path / "runs/multi30k/dense", FULL)
+    binary = tmp_path / "data/multi30k/bin"
+    binary.mkdir(parents=True)
+
+    def parameters(subwords: int) -> float:
+        (binary / "dict.en.txt").write_text("".join(f"w{i} 1\n" for i in range(subwords - 3)))
+        return float(cells(tmp_path, "multi30k")["dense", ""]["parameters (M)"])
+
+    assert parameters(12_000) - parameters(2_000) == pytest.approx(1e4 * 128 / 1e6, abs=0.11)
+
+
 def test_latex_is_one_tabular_of_even_rows(tmp_path):
     write_scores(tmp_path / "runs/multi30k/a_b", FULL)
     lines = table(tmp_path, "multi30k", "--format", "latex").stdout.splitlines()

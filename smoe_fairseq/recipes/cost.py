@@ -38,13 +38,15 @@ LIMIT_PERCENT = 0.5  # of the paper's parameters
 VOCABULARY = 32_000
 
 
-def system_cost(dataset: Dataset, method: str, flags: dict | None = None, **measured) -> Cost:
+def system_cost(
+    dataset: Dataset, method: str, vocabulary: int, flags: dict | None = None, **measured
+) -> Cost:
     """The cost of a method's model for a data set; raises UsageError for an unknown method.
 
     ``flags`` of a run override the method's. ``measured`` are further arguments of `count`.
     """
     words = [*arguments(dataset.train | method_flags(method, dataset)), *words_of(flags or {})]
-    model = build_meta_model(parse_model(words), int(dataset.subwords["vocab-size"]))
+    model = build_meta_model(parse_model(words), vocabulary)
     return count(model, **measured)
 
 
@@ -60,7 +62,8 @@ def compare(table: str, context: int = CONTEXT) -> list[dict[str, Any]]:
     two whole numbers may be off by less than 1.
     """
     dataset, rows = load_dataset(table), tables()[table]["rows"]
-    counted = {method: system_cost(dataset, method, context=context) for method in rows}
+    size = dataset.subwords["vocab-size"]
+    counted = {method: system_cost(dataset, method, size, context=context) for method in rows}
     base, paper_base = counted[BASELINE].flops_per_token / 1e6, rows[BASELINE]["flops_per_token"]
     entries = []
     for method, cost in counted.items():

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import smoe_fairseq
 from smoe_fairseq.errors import UsageError
+from smoe_fairseq.files import read_plain
 from smoe_fairseq.recipes.config import CHECKPOINT, Dataset, both_orders
 from smoe_fairseq.recipes.processes import whole_number
 
@@ -98,6 +99,12 @@ def shard_folders(folder: Path) -> list[Path]:
     """The shards in ``folder``, in order; ``folder`` itself if it has none."""
     shards = sum(1 for path in folder.glob("shard*") if path.is_dir())
     return [folder / name for name in shard_names(shards or 1)]
+
+
+def vocab_size(dataset: Dataset) -> int:
+    """Subwords of the prepared text, ``<unk>``, ``<s>`` and ``</s>`` among them; else the setting."""
+    files = sorted(Folders(dataset.name).binary.glob("**/dict*.txt"))
+    return read_plain(files[0]).count(b"\n") + 3 if files else int(dataset.subwords["vocab-size"])
 
 
 def checkpoint_file(run: Path, which: str) -> Path:

@@ -19,7 +19,7 @@ from smoe_fairseq.recipes.config import (
 from smoe_fairseq.recipes.evaluation import metrics, scores
 from smoe_fairseq.recipes.evaluation.evaluate import again, state_notes
 from smoe_fairseq.recipes.evaluation.grid import FORMATS, Grid, number
-from smoe_fairseq.recipes.folders import SIZES, Folders, run_method, run_order
+from smoe_fairseq.recipes.folders import SIZES, Folders, run_method, run_order, vocab_size
 from smoe_fairseq.recipes.processes import warn
 from smoe_fairseq.recipes.training import identity
 
@@ -185,7 +185,7 @@ def system_costs(dataset: Dataset, method: str, **known) -> list[float | None]:
         from smoe_fairseq.recipes.cost import system_cost
 
         try:
-            cost = system_cost(dataset, method, **known)
+            cost = system_cost(dataset, method, vocab_size(dataset), **known)
         except (UsageError, ValueError) as error:  # refused in training, too, which left its folder
             warn(f"{Folders(dataset.name).runs / method} has no cost: {error}")
             return [None, None]

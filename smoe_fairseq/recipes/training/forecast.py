@@ -5,13 +5,10 @@ from collections.abc import Sequence
 from smoe_fairseq.errors import UsageError, quietly
 from smoe_fairseq.host_memory import machine_memory
 from smoe_fairseq.recipes.config import Dataset, parse_flags
-from smoe_fairseq.recipes.data.text_files import count_lines
-from smoe_fairseq.recipes.folders import Folders
+from smoe_fairseq.recipes.folders import Folders, vocab_size
 from smoe_fairseq.recipes.processes import whole_number
 from smoe_fairseq.recipes.training.batch import longest_sentence
 from smoe_fairseq.recipes.training.launcher import Launch
-
-SPECIAL = 4  # dictionary entries that are not in its file
 
 
 def forecast(dataset: Dataset, launch: Launch, words: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -50,7 +47,8 @@ def _forecast(dataset: Dataset, launch: Launch, words: list[str]) -> tuple[list[
     length = longest_sentence(Folders(dataset.name).binary)
     known = "the longest" if length else "assumed"
     length = min(length or memory.LENGTH, flags.max_tokens)
-    run = memory.Run(config_of(flags), flags, vocabulary(dataset), ranks, length)
+    vocabulary = vocab_size(dataset) + 1 + len(dataset.languages)  # <pad> and language tokens
+    run = memory.Run(config_of(flags), flags, vocabulary, ranks, length)
     cost = count(build_meta_model(flags, run.vocabulary))
     needs = process_cost(run)
     held, total = needs.held, _memory(flags.cpu)
@@ -85,13 +83,6 @@ def _forecast(dataset: Dataset, launch: Launch, words: list[str]) -> tuple[list[
         tokens, parts = memory.same_batch(flags.max_tokens, flags.update_freq, fit)
         advice = f"; with --max-tokens {tokens} --update-freq {parts} it fits"
     return comments, [f"training will not fit into {device}, {mebibytes(total)}: {takes}{advice}"]
-
-
-def vocabulary(dataset: Dataset) -> int:
-    """Entries of the dictionary with special and language tokens; an estimate until it is written."""
-    files = sorted(Folders(dataset.name).binary.glob("**/dict*.txt"))
-    words = count_lines(files[0]) if files else dataset.subwords["vocab-size"]
-    return words + SPECIAL + len(dataset.languages)
 
 
 def _memory(cpu: bool) -> int | None:
