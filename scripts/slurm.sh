@@ -23,6 +23,7 @@ for word in "$@"; do  # sbatch needs these values, too
         --nodes=*) NODES=${word#*=} ;;
         --gpus=*) GPUS=${word#*=} ;;
         --dry-run) export DRY_RUN=1 ;;
+        -h | --help) exec "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/train.sh" --help ;;
     esac
     before=$word
 done

@@ -5,6 +5,12 @@
 # and evaluate.sh. DRY_RUN=1 only prints the sbatch commands. docs/reproduce.md estimates the hours.
 [ -n "${BASH_VERSION:-}" ] || exec bash "$0" "$@"  # `sh scripts/...`, where sh is another shell
 set -euo pipefail
+for word in "$@"; do
+    if [[ $word == -* ]]; then
+        echo "error: $word: expected DATASET [METHOD...], and variables in place of flags, such as SEED=2" >&2
+        exit 2
+    fi
+done
 scripts=$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")
 dataset=${1:?scripts/slurm_table.sh DATASET [METHOD...]}
 shift
