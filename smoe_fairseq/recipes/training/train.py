@@ -157,6 +157,7 @@ def _adapt_flags(
 ) -> tuple[Flags, list[str], list[str]]:
     """The recipe's and the user's flags, adapted to launch, batch and precision; and comments."""
     flags, extra, notes = recipe | launch.flags(), list(extra), []
+    flags |= {name: recipe[name] for name in recipe.keys() & {"ddp-backend"}}
     if not launch.cpu:
         flags.setdefault("num-workers", GPU_WORKERS)
     if launch.cpu and launch.gpus:
