@@ -28,7 +28,7 @@ M15_CLASSES = {
 }
 
 
-def table(folder: Path, *words: str, check: bool = True, configs: str = str(ROOT / "configs")):
+def table(folder: Path, *words: str, check=True, configs: str = str(ROOT / "configs"), **more):
     return run(
         *("smoe", "table", *words),
         check=check,
@@ -36,6 +36,7 @@ def table(folder: Path, *words: str, check: bool = True, configs: str = str(ROOT
         CONFIG_DIR=configs,
         DATA_DIR=str(folder / "data"),
         RUN_DIR=str(folder / "runs"),
+        **more,
     )
 
 
@@ -339,6 +340,26 @@ def test_flags_of_the_metric_are_those_of_the_test(two_systems, tmp_path):
     lines = table(folder, *words, configs=str(tmp_path / "c")).stdout.splitlines()
     rows = {line.split(",")[0]: line for line in lines}
     assert rows["en-de"].endswith(",1.0000")
+
+
+def test_spbleu_is_compared_with_the_tokenizer_of_its_scores(two_systems, prepared):
+    """The data set's, if that splits into pieces; the model of the other one is not there."""
+    folder, *_ = two_systems
+    (folder / "models").mkdir()
+    model = folder / "models/sacrebleu_tokenizer_spm.model"
+    shutil.copyfile(prepared / "data/tiny/bin/spm.model", model)
+    for file in folder.glob("runs/multi30k/*/scores.json"):
+        content = json.loads(file.read_text())
+        content["scores"]["en-de"]["others"] = {"spBLEU": [50.0, "tok:flores101"]}
+        file.write_text(json.dumps(content))
+    own = {"pairs": ["en-de"], "raw": {}, "train": {"arch": "smoe_transformer_tiny"}}
+    write_dataset(folder / "c", "multi30k", **own, sacrebleu={"tokenize": "flores101"})
+    words = ("multi30k", "--metric", "spbleu", "--compare", "dense", "moe", "--format", "csv")
+    given = {"configs": str(folder / "c"), "SACREBLEU": str(folder)}
+    nowhere = dict.fromkeys(("http_proxy", "https_proxy"), "http://127.0.0.1:9")  # no download
+    lines = table(folder, *words, fresh=True, **given, **nowhere).stdout.splitlines()
+    (row,) = (line for line in lines if line.startswith("en-de"))
+    assert float(row.split(",")[4]) < 0.01
 
 
 def test_runs_that_are_still_being_scored_are_compared(two_systems):

@@ -17,7 +17,7 @@ from smoe_fairseq.recipes.config import Dataset
 from smoe_fairseq.recipes.evaluation import scores
 from smoe_fairseq.recipes.evaluation.evaluate import state_notes
 from smoe_fairseq.recipes.evaluation.grid import Grid, number
-from smoe_fairseq.recipes.evaluation.metrics import metrics_of, parsed, tokenizer_of
+from smoe_fairseq.recipes.evaluation.metrics import flags_for, metrics_of, parsed
 from smoe_fairseq.recipes.folders import Folders, run_method, run_order, run_seed, test_file
 
 SAMPLES = 1000  # of the bootstrap
@@ -77,14 +77,9 @@ class SentenceCounter:
         self.reference = test_file(dataset, direction, direction.split("-")[1])
         references = scores.lines_of(self.reference)
         self.sentences = len(references)
-        tokenizer = tokenizer_of(dataset.sacrebleu, direction.split("-")[1])
-        changed = {
-            scores.BLEU: {"metrics": ["bleu"], "tokenize": tokenizer},
-            scores.SPBLEU: {"metrics": ["bleu"], "tokenize": scores.SPBLEU_TOKENIZER},
-            scores.CHRF: {"metrics": ["chrf"], "chrf-word-order": 2, "tokenize": tokenizer},
-        }
+        flags = flags_for(dataset.sacrebleu, direction.split("-")[1], metric)
         self.metric: Metric
-        (self.metric,) = metrics_of(parsed(dataset.sacrebleu | changed[metric]), references)
+        (self.metric,) = metrics_of(parsed(flags), references)
 
     def count(self, translations: Path) -> np.ndarray:
         """sacreBLEU's counts, ``(sentences, counts)``; raises UsageError for another number of lines."""

@@ -109,11 +109,10 @@ class Evaluation:
 
         BLEU of sentencepiece tokens (".spbleu") is added if its model has been downloaded.
         """
-        flags, tokenizer = self.dataset.sacrebleu, scores.SPBLEU_TOKENIZER
-        scorings = {}
-        if not str(flags.get("tokenize", "")).startswith("flores") and tokenizer_file(tokenizer):
-            scorings[".spbleu"] = flags | {"metrics": ["bleu"], "tokenize": tokenizer}
-        tokenizer = metrics.tokenizer_of(flags, direction.split("-")[1])
+        flags, language = self.dataset.sacrebleu, direction.split("-")[1]
+        tokenizer, scorings = metrics.tokenizer_of(flags, language), {}
+        if not tokenizer.startswith("flores") and tokenizer_file(scores.SPBLEU_TOKENIZER):
+            scorings[".spbleu"] = metrics.flags_for(flags, language, scores.SPBLEU)
         return scorings | {"": flags | {"tokenize": tokenizer}}
 
     def resume(self) -> dict[str, scores.Score]:

@@ -30,6 +30,16 @@ def tokenizer_of(settings: Flags, language: str) -> str:
     return _BY_LANGUAGE.get(code, (DEFAULT, ""))[0] if own == AUTO else own
 
 
+def flags_for(settings: Flags, language: str, metric: str) -> Flags:
+    """sacreBLEU's flags for one of `scores.METRICS` into a language."""
+    tokenizer = tokenizer_of(settings, language)
+    if metric == scores.SPBLEU and not tokenizer.startswith("flores"):
+        tokenizer = scores.SPBLEU_TOKENIZER
+    chrf = {"metrics": ["chrf"], "chrf-word-order": 2}
+    kind = chrf if metric == scores.CHRF else {"metrics": ["bleu"]}
+    return settings | kind | {"tokenize": tokenizer}
+
+
 def check_tokenizer(settings: Flags, language: str) -> None:
     """Raise UsageError if sacreBLEU does not know a flag, or lacks BLEU or the tokenizer."""
     chosen = tokenizer_of(settings, language)
