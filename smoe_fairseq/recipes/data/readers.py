@@ -197,7 +197,8 @@ def _json_lines(path: Path, languages: Pair) -> Iterator[Pair]:
         try:
             record = json.loads(line)
         except (ValueError, RecursionError) as error:
-            raise UsageError(f"{path}, line {number} is not JSON: {error}") from None
+            expected = "expected JSON Lines, a whole object on each line"
+            raise UsageError(f"{path}, line {number}: {expected} ({error})") from None
         yield record_pair(record, languages, f"{path}, line {number}")
 
 
