@@ -11,7 +11,7 @@ import pytest
 import torch
 from commands import preprocess, smoe
 from sampling import soak
-from test_recipes import recipe
+from test_recipes import recipe, write_dataset
 
 import smoe_fairseq
 from smoe_fairseq.analysis.cost import build_meta_model, config_of, parse_model, parse_run
@@ -316,6 +316,14 @@ def test_train_tells_what_it_takes_and_what_to_do(tmp_path):
     (takes,) = [x for x in after if "at the peak" in x]
     assert takes.startswith("# it takes ") and "in sentences of 32 (assumed)" in takes
     assert shlex.split(after[-1])[0] == "fairseq-train" and list(tmp_path.iterdir()) == []
+
+
+def test_a_batch_of_sentences_is_as_many_of_the_longest(tmp_path):
+    train = {"arch": "smoe_transformer_tiny", "lr": 0.1, "batch-size": 3, "max-update": 1}
+    given = write_dataset(tmp_path / "c", "own", pairs=["en-fr"], raw={}, train=train)
+    given |= {"DRY_RUN": "1", "FORECAST": "1", "GPUS": "0"}
+    said = recipe(tmp_path, "train", "own", "dense", **given).stdout
+    assert re.search(r"for ([\d,]+) tokens in sentences of 32 ", said)[1] == "96"
 
 
 def test_what_cannot_be_foretold_is_a_comment(tmp_path):

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from smoe_fairseq.errors import UsageError, quietly
 from smoe_fairseq.host_memory import machine_memory
-from smoe_fairseq.recipes.config import Dataset, parse_flags
+from smoe_fairseq.recipes.config import Dataset, flag_values, parse_flags
 from smoe_fairseq.recipes.folders import Folders, vocab_size
 from smoe_fairseq.recipes.processes import whole_number
 from smoe_fairseq.recipes.training.batch import longest_sentence
@@ -46,7 +46,11 @@ def _forecast(dataset: Dataset, launch: Launch, words: list[str]) -> tuple[list[
     flags, ranks = parse_run(words), launch.processes
     length = longest_sentence(Folders(dataset.name).binary)
     known = "the longest" if length else "assumed"
-    length = min(length or memory.LENGTH, flags.max_tokens)
+    length = length or memory.LENGTH
+    values = flag_values(words)
+    if "--max-tokens" not in values and (sentences := values.get("--batch-size", "")).isdecimal():
+        flags.max_tokens = int(sentences) * length
+    length = min(length, flags.max_tokens)
     vocabulary = vocab_size(dataset) + 1 + len(dataset.languages)  # <pad> and language tokens
     run = memory.Run(config_of(flags), flags, vocabulary, ranks, length)
     cost = count(build_meta_model(flags, run.vocabulary))
