@@ -73,6 +73,19 @@ def test_all_starts_of_a_run_are_told(tmp_path, monkeypatch):
     assert told["untimed"] == "of two machines"
 
 
+def test_a_run_without_a_validation_is_not_saved(tmp_path, monkeypatch):
+    """Every later report would fail by it."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("RUN_DIR", "RESULTS_DIR"):
+        monkeypatch.delenv(name, raising=False)
+    run = tmp_path / "runs/multi30k/moe"
+    run.mkdir(parents=True)
+    (run / "train.log").write_text("$ fairseq-train --disable-validation\n")
+    with pytest.raises(UsageError, match="runs/multi30k/moe/train.log"):
+        study_results.save(load_dataset("multi30k"), "moe", "SEED=1 true")
+    assert not (tmp_path / "results").exists()
+
+
 @pytest.mark.parametrize("content", ["[", "{}", "[1]", '[{"commit": "a"}]'])
 def test_starts_that_are_something_else_are_named(tmp_path, content):
     if content == "{}":

@@ -133,6 +133,8 @@ def save(dataset: Dataset, name: str, line: str) -> None:
     lines = training_log.read_lines(log)
     logged = {int(x[UPDATES]): x for x in lines if "nll_loss" in x and "wpb" in x}
     curve = _curve(logged, training_log.read_validations(log))
+    if all(row["validation_nll"] is None for row in curve):
+        raise UsageError(f"{log} has no validation loss, which the report of a study compares")
     content = {
         "command": line,
         "flags": identity.flags_of(run),
