@@ -1,6 +1,5 @@
 """Comparison of two systems (``--compare``): bootstrap over sentences, tests and intervals over seeds."""
 
-import functools
 import math
 import os
 import statistics
@@ -70,29 +69,8 @@ def spearman(first: np.ndarray, second: np.ndarray) -> float:
         return float(stats.spearmanr(first, second).statistic)
 
 
-class SentenceCounter:
-    """Counts a metric's statistics (one of `scores.METRICS`) in each sentence of a direction."""
-
-    def __init__(self, dataset: Dataset, direction: str, metric: str):
-        self.reference = test_file(dataset, direction, direction.split("-")[1])
-        references = scores.lines_of(self.reference)
-        self.sentences = len(references)
-        flags = flags_for(dataset.sacrebleu, direction.split("-")[1], metric)
-        self.metric: Metric
-        (self.metric,) = metrics_of(parsed(flags), references)
-
-    def count(self, translations: Path) -> np.ndarray:
-        """sacreBLEU's counts, ``(sentences, counts)``; raises UsageError for another number of lines."""
-        lines = scores.lines_of(translations)
-        if len(lines) != self.sentences:
-            both = f"{translations} has {len(lines)} lines and {self.reference} {self.sentences}"
-            raise UsageError(f"{both}: evaluate again")
-        with quietly():
-            return np.array(self.metric._extract_corpus_statistics(lines, None))
-
-
 def p_value(metric: Metric, first: np.ndarray, second: np.ndarray) -> float:
-    """The p-value of sacreBLEU's paired bootstrap, given the `SentenceCounter.count` of two systems.
+    """The p-value of sacreBLEU's paired bootstrap, given its counts ``(sentences, counts)`` of two systems.
 
     For equal scores it is 1: no sample's difference is smaller. sacreBLEU counts only larger ones.
     The counts of several translations of a sentence may be summed, so that they are drawn together. The
@@ -246,10 +224,22 @@ def _row(points: Sequence[Sequence[float]], p: float | None) -> list[str]:
 def _bootstrap(
     dataset: Dataset, direction: str, first: _System, second: _System, metric: str
 ) -> float:
+    files = [system.translations(direction) for system in (first, second)]
     if metric == scores.COMET:
-        count, over_runs, p_of = scores.comet_of_lines, np.mean, mean_p_value
-    else:
-        counter = SentenceCounter(dataset, direction, metric)
-        count, over_runs, p_of = counter.count, np.sum, functools.partial(p_value, counter.metric)
-    files = (system.translations(direction) for system in (first, second))
-    return p_of(*(over_runs([count(file) for file in of_runs], axis=0) for of_runs in files))
+        lines = ([scores.comet_of_lines(file) for file in of_runs] for of_runs in files)
+        return mean_p_value(*(np.mean(of_runs, axis=0) for of_runs in lines))
+    language = direction.split("-")[1]
+    reference = test_file(dataset, direction, language)
+    references = scores.lines_of(reference)
+    flags = flags_for(dataset.sacrebleu, language, metric)
+    (counter,) = metrics_of(parsed(flags), references)
+
+    def count(translations: Path) -> np.ndarray:
+        lines = scores.lines_of(translations)
+        if len(lines) != len(references):
+            both = f"{translations} has {len(lines)} lines and {reference} {len(references)}"
+            raise UsageError(f"{both}: evaluate again")
+        with quietly():
+            return np.array(counter._extract_corpus_statistics(lines, None))
+
+    return p_value(counter, *(sum(map(count, of_runs)) for of_runs in files))
