@@ -34,21 +34,24 @@ def cluster(tmp_path) -> dict[str, str]:
     return os.environ | {"PATH": os.pathsep.join(path)}
 
 
-@pytest.mark.parametrize("name", ["slurm.sh", "slurm_table.sh"])
-@pytest.mark.parametrize("words", [("--help",), ("m15", "moe", "--help")])
-def test_no_job_is_submitted_for_help(tmp_path, cluster, name, words):
+@pytest.mark.parametrize(
+    "words, status",
+    [
+        ("slurm.sh m15 moe --help", 0),
+        ("slurm_table.sh --help", 2),
+        ("slurm_table.sh m15 moe --dry-run", 2),
+        ("slurm_table.sh m15 moe --seed 2", 2),
+    ],
+)
+def test_nothing_is_submitted_for_help_or_a_flag_in_place_of_a_method(
+    tmp_path, cluster, words, status
+):
+    name, *words = words.split()
     command = [ROOT / "scripts" / name, *words]
     result = subprocess.run(command, cwd=tmp_path, env=cluster, capture_output=True, text=True)
-    assert result.returncode == {"slurm.sh": 0, "slurm_table.sh": 2}[name]
-    assert name == "slurm.sh" or "--help" in result.stderr
-    assert not (tmp_path / "submitted").exists()
-
-
-@pytest.mark.parametrize("flag", ["--dry-run", "--seed"])
-def test_a_table_is_not_submitted_with_a_flag_for_a_method(tmp_path, cluster, flag):
-    command = [ROOT / "scripts/slurm_table.sh", "m15", "moe", flag, "2"]
-    result = subprocess.run(command, cwd=tmp_path, env=cluster, capture_output=True, text=True)
-    assert result.returncode == 2 and flag in result.stderr
+    assert result.returncode == status, result.stderr
+    flag = next(word for word in words if word.startswith("--"))
+    assert status == 0 or f"error: {flag}" in result.stderr
     assert not (tmp_path / "submitted").exists()
 
 
