@@ -170,19 +170,14 @@ def mean_of(scored: Mapping[str, Score], of: Callable[[Score], float | None]) ->
     return math.nan if None in values or not values else statistics.fmean(values)
 
 
-def mean_bleu(scored: Mapping[str, Score]) -> float:
-    """The mean BLEU over the directions."""
-    return mean_of(scored, lambda score: score.bleu)
+def mean_points(scored: Mapping[str, Score], metric: str = BLEU) -> float:
+    """The mean of a metric over the directions; NaN if one lacks it."""
+    return mean_of(scored, lambda score: (score.of(metric) or [None])[0])
 
 
 def label(metric: str) -> str:
     """What a table calls a metric."""
     return {BLEU: "sacreBLEU", COMET: COMET}.get(metric, f"sacreBLEU's {metric}")
-
-
-def chrf(score: Score) -> float | None:
-    """chrF++ in points."""
-    return score.others[CHRF][0] if CHRF in score.others else None
 
 
 # COMET, by the program ``comet-score`` of another environment: ``unbabel-comet`` 2.2.7 needs numpy below 2.

@@ -229,7 +229,7 @@ def _start(groups: ProcessGroups, run: Run, variables: dict[str, str]) -> None:
 
 def _print_scores(run: Run, count: int, total: int) -> None:
     scored = scores.read(run.folder)
-    mean = f"BLEU {scores.mean_bleu(scored):.2f} over {len(scored)} directions"
+    mean = f"BLEU {scores.mean_points(scored):.2f} over {len(scored)} directions"
     print(f"# {run.name}: {mean} ({count} of {total} runs)", flush=True)
 
 

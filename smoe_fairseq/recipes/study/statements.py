@@ -37,8 +37,8 @@ class Measure:
 # The first one decides.
 MEASURES = {
     "loss": Measure(lambda r: r.validation, 0.02, -1, 3, "bits per token"),
-    "chrF++": Measure(lambda r: scores.mean_of(r.scores, scores.chrf), 0.5, 1, 2, "points"),
-    "BLEU": Measure(lambda r: scores.mean_bleu(r.scores), 0.3, 1, 2, "points"),
+    "chrF++": Measure(lambda r: scores.mean_points(r.scores, scores.CHRF), 0.5, 1, 2, "points"),
+    "BLEU": Measure(lambda r: scores.mean_points(r.scores), 0.3, 1, 2, "points"),
 }
 
 
