@@ -184,12 +184,16 @@ def test_what_a_machine_without_gpu_adds_is_in_the_dry_run(tmp_path):
     assert value(words, "--distributed-backend") == "gloo" and "--fp16" not in words
 
 
-def test_the_back_end_of_a_data_set_is_kept(tmp_path):
+def test_the_device_and_the_back_end_of_a_data_set_are_kept(tmp_path):
     train = {"arch": "smoe_transformer_tiny", "lr": 0.1, "max-tokens": 64, "max-update": 1}
-    own = {"pairs": ["en-fr"], "raw": {}, "train": train | {"ddp-backend": "pytorch_ddp"}}
+    own = {
+        "pairs": ["en-fr"],
+        "raw": {},
+        "train": train | {"cpu": True, "ddp-backend": "pytorch_ddp"},
+    }
     given = write_dataset(tmp_path / "configs", "own", **own) | {"DRY_RUN": "1", "GPUS": "2"}
     words = commands(recipe(tmp_path, "train", "own", "dense", **given), "torchrun")[0]
-    assert value(words, "--ddp-backend") == "pytorch_ddp"
+    assert value(words, "--ddp-backend") == "pytorch_ddp" and "--cpu" in words
 
 
 def test_machines_say_where_they_wait(tmp_path):

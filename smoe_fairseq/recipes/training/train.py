@@ -115,12 +115,12 @@ def plan(
     dataset: Dataset, method: str, flags: Sequence[str]
 ) -> tuple[Launch, list[str], list[str]]:
     """The launch of a method's training, the words of ``fairseq-train``, and comments on them."""
-    launch, extra = plan_launch(flags), list(flags)
-    folder = flag_values(extra).get("--save-dir")
+    folder = flag_values(flags).get("--save-dir")
     folder = Path(folder or Folders(dataset.name).runs / run_name(dataset, method))
     recipe = dataset.train | validation_flags(dataset) | method_flags(method, dataset)
     recipe |= {"seed": seed_of(dataset)}
-    recipe, extra, notes = _adapt_flags(dataset, recipe, launch, extra, folder)
+    launch = plan_launch([*arguments(recipe), *flags])
+    recipe, extra, notes = _adapt_flags(dataset, recipe, launch, flags, folder)
     words = [*data_arguments(dataset), *arguments(recipe)]
     words += ["--save-dir", str(folder), "--log-file", str(folder / LOG), *extra]
     _check_complete(dataset, words)
