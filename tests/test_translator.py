@@ -20,6 +20,7 @@ from test_training import PLUGIN
 
 from smoe_fairseq.errors import UsageError
 from smoe_fairseq.models import SMoETransformerModel
+from smoe_fairseq.translate.readout import Hypothesis, Translation, joined
 from smoe_fairseq.translate.translator import divide
 
 SEARCH = {"beam": 2, "max_len_b": 10}  # as the recipe's evaluation was told
@@ -220,6 +221,19 @@ def test_a_long_text_is_divided_at_the_ends_of_sentences(sentences, between):
     parts = divide(text, lambda part: len(part) <= 25)
     assert between.join(parts) == text and 1 < len(parts) <= len(sentences)
     assert all(part[-1] in "。।۔؟.!?" for part in parts)
+
+
+@pytest.mark.parametrize(
+    "texts, expected",
+    [
+        (("今天很好。", "我们去，", "散步。"), "今天很好。我们去，散步。"),
+        (("Ein Hund.", "Zwei"), "Ein Hund. Zwei"),
+        (("", "a"), " a"),
+    ],
+)
+def test_parts_are_joined_as_their_script_joins_sentences(texts, expected):
+    parts = [Translation("", [Hypothesis(text, 0.0, [], [])], []) for text in texts]
+    assert joined("", parts, 1, 1.0).hypotheses[0].text == expected
 
 
 def test_a_limit_goes_before_a_minimum_and_a_prefix_before_repetitions(model):

@@ -53,6 +53,10 @@ class Translation:
     parts: int = 1
 
 
+# After these marks of Chinese and Japanese, which write no blanks, parts are joined without one.
+_WIDE_MARKS = tuple("。！？，；：、")
+
+
 def joined(source: str, parts: list[Translation], nbest: int, lenpen: float) -> Translation:
     """The translation of a text from those of its parts: hypotheses of equal rank are concatenated.
 
@@ -73,8 +77,9 @@ def joined(source: str, parts: list[Translation], nbest: int, lenpen: float) -> 
 
 def _concatenated(hypotheses: list[Hypothesis], lenpen: float) -> Hypothesis:
     scores = [score for hypothesis in hypotheses for score in hypothesis.scores]
+    texts = (hypothesis.text for hypothesis in hypotheses)
     return Hypothesis(
-        " ".join(hypothesis.text for hypothesis in hypotheses),
+        "".join(t if t.endswith(_WIDE_MARKS) else f"{t} " for t in texts).removesuffix(" "),
         sum(scores) / max(1, len(scores)) ** lenpen,
         [token for hypothesis in hypotheses for token in hypothesis.tokens],
         scores,

@@ -202,7 +202,7 @@ class BatchTranslator:
         """Translations in the order of the texts; those of texts without words are empty.
 
         A text that has more tokens than ``divide_above`` or the model's limit is divided at ends of
-        sentences, and the translations of the parts are joined with blanks.
+        sentences, and the translations of the parts are joined with blanks (not after "。" and the like).
 
         Args:
             source, target: languages; optional if only one direction is possible.
