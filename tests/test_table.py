@@ -456,6 +456,7 @@ def test_other_metrics_have_a_table_of_their_own(two_systems):
     assert printed.count(" 50.00 |") == 2 and "sacreBLEU's chrF++ nrefs:1|nw:2" in printed
     printed = table(folder, "multi30k", "--metric", "spbleu").stdout
     assert printed.count("7.00 |") == 1 and "scripts/evaluate.sh multi30k dense" in printed
+    assert "tokenizer flores200" in printed  # without its model, another evaluation adds nothing
     compared = table(folder, "multi30k", "--metric", "chrf++", "--compare", "dense", "moe").stdout
     assert "50.00" in compared and "0.00" in compared
     write_scores(folder / "runs/m4/moe", {"eng-nso": 20.0})

@@ -210,8 +210,10 @@ def _notes(
     notes = [f"{name}: {scores.label(metric)} {signature}" for signature in signatures]
     notes += state_notes(dataset, name)
     if result and not points:
-        comet = " --comet comet-score" * (metric == scores.COMET)
-        notes.append(f"{name}: was scored without {metric}: {again(dataset, name)}{comet}")
+        download = f"python -P -m smoe_fairseq.recipes tokenizer {scores.SPBLEU_TOKENIZER}"
+        rest = {scores.COMET: " --comet comet-score", scores.SPBLEU: f", after {download}"}
+        advice = again(dataset, name) + rest.get(metric, "")
+        notes.append(f"{name}: was scored without {metric}: {advice}")
     elif missing:
         scored = f"{len(points)} of {len(dataset.directions)} directions are scored"
         notes.append(f"{name}: {scored}, averages over missing ones are left out")
