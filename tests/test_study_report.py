@@ -1,5 +1,6 @@
 """The report of a study is made of the small files that are kept of its runs, and of nothing else."""
 
+import csv
 import json
 import shutil
 from pathlib import Path
@@ -97,6 +98,20 @@ def test_numbers_and_pictures(two_runs):
     assert rows(report, "BLEU by direction")["smoe-4-4"] == ["1", "100.00"]
     for name in ("costs", "statements"):
         assert (folder / f"results/multi30k/{name}.png").stat().st_size > 10_000
+
+
+def test_runs_shorter_than_the_log_interval_have_no_picture_of_costs(two_runs):
+    """Only their validations are logged, so the number of words is unknown."""
+    folder, _ = two_runs
+    assert "costs.png" in made(folder)
+    for curve in folder.glob(f"results/multi30k/*/{study_results.CURVE}"):
+        with curve.open(newline="") as file:
+            header, *lines = csv.reader(file)
+        for line in lines:
+            line[header.index("training_nll")] = ""
+        curve.write_text("".join(",".join(line) + "\n" for line in [header, *lines]))
+    report = made(folder)
+    assert "costs.png" not in report and "statements.png" in report
 
 
 def test_seeds_and_machines(two_runs):

@@ -54,9 +54,11 @@ def write_report(dataset: Dataset) -> None:
         parts.extend([f"## {title}", markdown(grid)] if grid.rows else [])
 
     add("Statements", statements_table(statements, verdicts, measures, everything, flops))
-    pictures = {"costs": draw_costs(systems, flops)}
+    pictures = {}
     if statements:
-        pictures = {"statements": draw_statements(statements, verdicts, measures)} | pictures
+        pictures["statements"] = draw_statements(statements, verdicts, measures)
+    if any(result.logged for results in systems.values() for result in results):
+        pictures["costs"] = draw_costs(systems, flops)
     for name, figure in pictures.items():
         save(figure, folder / name)
         parts.append(f"![{name}]({name}.png)")
@@ -109,8 +111,7 @@ def draw_costs(systems: Systems, flops: Mapping[str, float]) -> Figure:
         _draw_curves(ax, curves, label=method, **style)
     ax.set_xlabel("training, TFLOP")
     ax.set_ylabel("validation loss (bits per token)")
-    if ax.lines:  # short runs log only validations
-        ax.legend(loc="center left", bbox_to_anchor=(1, 0.5), fontsize=8)
+    ax.legend(loc="center left", bbox_to_anchor=(1, 0.5), fontsize=8)
     return figure
 
 
