@@ -386,4 +386,4 @@ def run_reshard(args: Namespace) -> None:
     print(f"{files[0]}{last}: update {update}, for {ranks} instead of {before}")
     if args.world_size != before:
         factor = before / args.world_size
-        print(f"for the same global batch, train on with --update-freq times {factor:g}")
+        print(f"to keep the global batch, continue training with --update-freq times {factor:g}")

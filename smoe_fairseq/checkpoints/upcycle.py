@@ -171,7 +171,7 @@ def run_upcycle(args: Namespace) -> None:
         f"{args.output}: {layers} MoE layers, whose experts are copies of the FFNs of {args.path}"
     )
     print(
-        f"train it on with its dictionaries: fairseq-train DATA --user-dir $(smoe path) --arch "
+        f"continue training with its dictionaries: fairseq-train DATA --user-dir $(smoe path) --arch "
         f"smoe_transformer {words} --finetune-from-model {args.output}"
     )
 

@@ -126,7 +126,7 @@ def _runs(dataset: Dataset, words: Sequence[str]) -> list[Run]:
     methods = methods or list(tables().get(dataset.name, {}).get("rows", {}))
     methods = dict.fromkeys(methods)  # without duplicates
     if not methods:
-        raise UsageError(f"{dataset.name} has no methods to study: name them behind it")
+        raise UsageError(f"{dataset.name} has no methods to study: name them after it")
     runs = []
     for seed in seeds_of(dataset):  # all methods with the first seed come first
         for method in methods:

@@ -108,7 +108,7 @@ def claim(
             raise UsageError(f"{folder} {difference}{end}: {otherwise}")
         if not force:
             advice = f"repeat what it was started with, {otherwise}, or add --force-resume"
-            raise UsageError(f"{folder} {difference}: {advice} to go on with this one")
+            raise UsageError(f"{folder} {difference}: {advice} to continue this one")
         if not _is_unfinished(saved, flags):
             return False
         warn(f"{folder} {difference}; --force-resume resumes it with the new flags")
