@@ -38,7 +38,7 @@ def test_parameters_are_the_papers(table):
 
 
 def test_flops_of_the_dense_row_miss_the_papers_by_a_constant(table):
-    """4 to 5 M at either width: see docs/cost.md."""
+    """About 4 M at either width: see docs/cost.md."""
     rows = {row["method"]: row for row in table[1]}
     assert 3.5 < rows["dense"]["paper_flops"] - rows["dense"]["flops"] < 5
 

@@ -112,14 +112,19 @@ def add_run_arguments(parser) -> None:
     add_flag(parser, "--max-tokens", "N", "tokens per batch", int, TOKENS)
     add_flag(parser, "--batch-size", "N", "maximum number of sentences per batch", int)
     add_flag(parser, "--update-freq", "N", "batches per update", number, 1)
-    for flag in ("fp16", "bf16", "memory-efficient-fp16", "memory-efficient-bf16"):
-        parser.add_argument(f"--{flag}", action="store_true", help=f"train in {flag[-4:]}")
-    parser.add_argument("--fp16-no-flatten-grads", action="store_true", help="with --fp16")
+    for kind in ("fp16", "bf16"):
+        words = f"train in {kind}, with a copy of the weights in fp32"
+        parser.add_argument(f"--{kind}", action="store_true", help=words)
+        words = f"train in {kind}, without this copy"
+        parser.add_argument(f"--memory-efficient-{kind}", action="store_true", help=words)
+    words = "with --fp16: each gradient is a tensor of its own"
+    parser.add_argument("--fp16-no-flatten-grads", action="store_true", help=words)
     parser.add_argument("--amp", action="store_true", help="refused: no forecast for it")
-    choice("--optimizer", "with its own default settings", "adam", OPTIMIZER_REGISTRY)
-    choice("--criterion", "likewise", "smoe_label_smoothed_cross_entropy", CRITERION_REGISTRY)
+    choice("--optimizer", "optimizer, with its default settings", "adam", OPTIMIZER_REGISTRY)
+    name = "smoe_label_smoothed_cross_entropy"
+    choice("--criterion", "criterion, with its default settings", name, CRITERION_REGISTRY)
     choice("--zero-sharding", "os: shard the optimizer's state", "none", ("none", "os"))
-    parser.add_argument("--ddp-backend", default="pytorch_ddp", metavar="NAME")
+    add_flag(parser, "--ddp-backend", "NAME", "how ranks average gradients", default="pytorch_ddp")
     parser.add_argument("--cpu", action="store_true", help="compute on a CPU, not a GPU")
 
 
@@ -150,7 +155,7 @@ weight and token:
   output      2 x vocabulary x dimension, the output projection
   context     2 x context x dimension per attention block
 Biases, layer norms and gates are left out. The context is {context} positions (--context). The paper's
-absolute numbers are 4 to 5 M higher, which we cannot explain (docs/cost.md)."""
+absolute numbers are about 4 M higher, which we cannot explain (docs/cost.md)."""
 
 
 @dataclass(frozen=True)

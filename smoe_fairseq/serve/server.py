@@ -188,7 +188,7 @@ def add_serve_arguments(parser: ArgumentParser) -> None:
         type=_host_name,
         default=[],
         metavar="NAME",
-        help="answer requests for this name too, such as a reverse proxy's here; may be repeated",
+        help="also answer requests for this host name, such as that of a reverse proxy; may be repeated",
     )
     parser.add_argument("--access-log", action="store_true", help="log requests to standard error")
     for flag, kind, default, metavar, words in (

@@ -119,7 +119,7 @@ def add_translate_arguments(parser: ArgumentParser) -> None:
         action="store_true",
         help="translate each line before reading the next, for programs that wait; slower",
     )
-    parser.add_argument("--prefix", default="", metavar="TEXT", help="what translations begin with")
+    parser.add_argument("--prefix", default="", metavar="TEXT", help="start of every translation")
     parser.add_argument("--json", action="store_true", help="print a JSON object per line")
     parser.add_argument(
         *("--nbest", "-n"),

@@ -69,8 +69,8 @@ class SearchOptions:
     lenpen: float = option(1.0, "length penalty: above 1 favours longer translations", -10, 10)
     unkpen: float = option(0.0, "penalty for unknown words: above 0 gives fewer of them")
     min_len: int = option(1, "minimum length of a translation in tokens", 0)
-    max_len_a: float = option(0.0, "A in A x + B, the most tokens in a translation of x tokens", 0)
-    max_len_b: int = option(200, "B in A x + B", 0)
+    max_len_a: float = option(0.0, "A in A n + B, the maximum length for n source tokens", 0)
+    max_len_b: int = option(200, "B in A n + B", 0)
     no_repeat_ngram_size: int = option(
         0, "n-grams of this size occur only once in a translation; 0: no limit", 0
     )
@@ -78,14 +78,14 @@ class SearchOptions:
     sampling: bool = option(
         False, "draw --beam translations at random by their probabilities, instead of beam search"
     )
-    sampling_topk: int = option(-1, "with --sampling: draw from so many most probable tokens", 1)
+    sampling_topk: int = option(-1, "with --sampling: draw from the X most probable tokens", 1)
     sampling_topp: float = option(
         -1.0,
-        "with --sampling: draw from the most probable tokens, whose probabilities add up to this",
+        "with --sampling: draw from the fewest tokens whose probabilities sum to X",
         0,
         1,
     )
-    seed: int = option(1, "random seed of --sampling; each line is sampled by itself", 0)
+    seed: int = option(1, "random seed of --sampling; a line's samples depend on no other line", 0)
 
     def __post_init__(self):
         check(vars(self), {each.name: each.type for each in fields(self)}, "options")

@@ -35,14 +35,14 @@ _SPECIAL_PIECES = 3  # <unk>, <s> and </s>, which fairseq adds to every dictiona
 # Measured bytes of memory per byte of training text (docs/reproduce.md).
 _BYTES_PER_BYTE = {"unigram": 21, "bpe": 6}
 _LEARN = (
-    "learn a sentencepiece model; writes DIR/spm.model and DIR/dict.txt, which is for --srcdict and "
+    "learn a sentencepiece model; writes DIR/spm.model and DIR/dict.txt, for --srcdict and "
     "--tgtdict of fairseq-preprocess"
 )
 # sentencepiece's rule names, by value of --normalization.
 _NAMES = {"nfkc": "nmt_nfkc", "identity": "identity"}
 # A line in a file of rules for sentencepiece.
 _RULE = re.compile(r"[0-9A-Fa-f]+( [0-9A-Fa-f]+)*\t([0-9A-Fa-f]+ ?)*(\t.*)?")
-_ENCODE = "text to subwords: writes a file of the same name to DIR for each"
+_ENCODE = "split text into subwords; for each TEXT, writes a file of the same name to DIR"
 
 
 def add_subwords_arguments(parser: ArgumentParser) -> None:
