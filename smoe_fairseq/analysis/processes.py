@@ -87,7 +87,7 @@ def _ring(processes: int) -> float:
 
 def print_process_costs(costs: dict[str, ProcessCost], run: Run) -> None:
     """A table; parameters that are sent have a column only if there are any."""
-    each = "one process" if run.processes == 1 else f"each of {run.processes} processes"
+    each = "one rank" if run.processes == 1 else f"each of {run.processes} ranks"
     batch = f"{run.flags.max_tokens} tokens per batch in sentences of {run.length}"
     print(f"\n{each}, {batch}, uniform routing")
     header = ["experts", "weights, gradients,\noptimizer", "activations", "at the\npeak"]

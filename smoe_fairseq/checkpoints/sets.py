@@ -361,7 +361,7 @@ def run_consolidate(args: Namespace) -> None:
     write_set(shards, args.output, 1, args.force)
     numbers = " or ".join(map(str, shards.record.numbers_of_experts))
     ranks, update = len(shards.files), shards.record.num_updates
-    print(f"{args.output}: {numbers} experts per MoE layer, of {ranks} processes, update {update}")
+    print(f"{args.output}: {numbers} experts per MoE layer, of {ranks} ranks, update {update}")
 
 
 # ``smoe reshard``: the checkpoint for another number of ranks, including the optimizer's state.

@@ -122,7 +122,7 @@ def add_cost_arguments(parser: ArgumentParser) -> None:
     add("--gen-subset", None, "subset of DATA", default="valid")
     add("--vocab-size", None, "size of the dictionary", int, VOCABULARY)
     add("--context", None, "positions that a token attends to", int, CONTEXT)
-    each = "also show the bytes that each of N processes holds and sends"
+    each = "also show the bytes that each of N ranks holds and sends"
     add("--world-size", "N", f"{each}, with replicated and with sharded experts", int)
     fit = "also show how many tokens fit on a GPU with this memory"
     add("--gpu-memory", "GIB", f"{fit}, in training and translation", at_least(float, 0))
