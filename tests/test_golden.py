@@ -437,7 +437,8 @@ METHODS = """dense moe switch moe-16 moe-32 moe-base moe-bias moe-chain moe-cmr 
     moe-hash moe-null moe-residual moe-shared moe-top-4 moe-top-p moe-update smoe-2-2-2-2 smoe-4-12
     smoe-budget-4-4 smoe-released-4-4 stacked-4-4 deep-4-4 pyramid-8""".split()
 ON_GPUS = {"GPUS": "8", "PRECISION": "fp16"}  # whatever this machine's are
-DATASETS = sorted(path.stem for path in (ROOT / "configs/datasets").glob("*.yaml"))
+# Not those that a user adds.
+DATASETS = sorted({words.split()[1] for words in json.loads((GOLDEN / "recipes.json").read_text())})
 
 
 def dry_runs() -> dict[str, dict[str, str]]:

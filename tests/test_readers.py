@@ -272,7 +272,7 @@ def test_what_is_left_out_of_training(tmp_path, dataset):
 
 
 LACKING = {
-    "tsv": "en\tha\n" + "x\ty\n" * 9 + "x\t\n" + "\ty\n" + "\t\n",
+    "tsv": "en\tha\n" + "x\ty\n" * 9 + "x\t\n" + "\ty\n" + "\t\n" + "\n",
     "jsonl": '{"en": "x", "ha": "y"}\n' * 9 + '{"en": "x", "ha": null}\n{"ha": "y"}\n{"fr": "z"}\n',
     "tmx": tmx([("x", "y")] * 9 + [("x", ""), ("", "y"), ("", "")])
     .replace("<seg></seg>", "")

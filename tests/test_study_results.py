@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 from commands import step_here
-from matplotlib import pyplot as plt
 
 from smoe_fairseq.recipes.study import report as study_report
 from smoe_fairseq.recipes.study import results as study_results
@@ -18,7 +17,7 @@ LIBREOFFICE = ROOT / "results/libreoffice/report.md"
 
 
 def report_of(results: Path, monkeypatch) -> str:
-    monkeypatch.setattr(study_report, "save", lambda figure, stem: plt.close(figure))
+    monkeypatch.setattr(study_report, "save", lambda figure, stem: None)
     given = {"CONFIG_DIR": str(ROOT / "configs"), "RESULTS_DIR": str(results.parent)}
     result = step_here("report", results.name, cwd=results, **given)
     assert result.returncode == 0, result.stderr

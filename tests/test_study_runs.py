@@ -127,6 +127,9 @@ def test_a_commit_with_changes_is_dirty(tmp_path, monkeypatch):
         ("", ["--patience", "3"], "made without it"),
         ("", ["--lr", "0.003"], "made with --lr 0.006"),
         ("", ["--log-interval", "5"], None),
+        ("--dropout 0.5", [], "made with --dropout 0.5"),
+        ("--patience 3", [], "made with --patience 3"),
+        ("--lr 0.006 --log-interval 5", [], None),
     ],
 )
 def test_flags_that_a_kept_run_was_not_made_with(tmp_path, monkeypatch, command, flags, said):

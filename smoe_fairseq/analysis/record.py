@@ -151,6 +151,7 @@ class BlockRecorder(BlockFollower):
         self.row_V[types] = torch.arange(self.number, end, device=types.device)
         self.number = end
         if end > len(self.counts):
+            # At least twice as many rows, so that a new type in each batch does not copy all each time.
             more = self.counts.new_zeros(end, *self.counts.shape[1:])
             self.counts = torch.cat([self.counts, more])
 

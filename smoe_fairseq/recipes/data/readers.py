@@ -169,6 +169,8 @@ def _aligned(first: Path, second: Path) -> Iterator[Pair]:
 def _tab_separated(path: Path, languages: Pair) -> Iterator[Pair]:
     columns, places = 0, None
     for number, line in enumerate(lines(path), 1):
+        if not line:
+            continue
         cells = line.split("\t")
         if places is None:
             columns = len(cells)

@@ -25,11 +25,17 @@ from smoe_fairseq.analysis.training_log import UPDATES
 from smoe_fairseq.errors import UsageError
 from smoe_fairseq.files import read_text, whole_folder, write_whole
 from smoe_fairseq.forms import read_json
-from smoe_fairseq.recipes.config import Dataset, arguments, flag_values
+from smoe_fairseq.recipes.config import Dataset, arguments, flag_values, method_flags
 from smoe_fairseq.recipes.evaluation import scores
 from smoe_fairseq.recipes.evaluation.comparison import spearman
 from smoe_fairseq.recipes.evaluation.scores import Score
-from smoe_fairseq.recipes.folders import Folders, checkpoint_file, path_from_environment, run_seed
+from smoe_fairseq.recipes.folders import (
+    Folders,
+    checkpoint_file,
+    path_from_environment,
+    run_method,
+    run_seed,
+)
 from smoe_fairseq.recipes.processes import command
 from smoe_fairseq.recipes.training import identity
 from smoe_fairseq.recipes.training.launcher import visible_gpus
@@ -106,19 +112,26 @@ def _machine(variables: Mapping[str, str]) -> str:
 
 
 def are_saved(dataset: Dataset, name: str, words: Sequence[str]) -> bool:
-    """Whether a run has results; raises UsageError if these are of another value of a flag in ``words``."""
+    """Whether a run has results; raises UsageError if they were made with other flags than ``words``."""
     folder = folder_of(dataset.name) / name
     if not (folder / FILE).exists():
         return False
-    about = _about(folder)
-    requested = flag_values(words)
-    made_with = [*arguments(dataset.train), *shlex.split(about["command"].split(" && ")[0])]
-    flags = about.get("flags", {}) | identity.limits(flag_values(made_with))
+    about, requested = _about(folder), flag_values(words)
+    typed = flag_values(shlex.split(about["command"].split(" && ")[0]))
+    limits = identity.limits(flag_values(arguments(dataset.train)) | typed)
+    flags = about.get("flags", {}) | limits
+    advice = "set RESULTS_DIR and RUN_DIR to other folders for a study with other flags"
     for flag, value in (identity.fixed_flags(requested) | identity.limits(requested)).items():
         if flag not in identity.BATCH_FLAGS and flags.get(flag) != value:
             was = f"with {flag} {flags[flag]}" if flag in flags else "without it"
-            advice = "set RESULTS_DIR and RUN_DIR to other folders for a study with other flags"
             raise UsageError(f"{flag} {value}: {folder} is there and was made {was}; {advice}")
+    usual = flag_values(arguments(dataset.train | method_flags(run_method(name), dataset)))
+    for flag, value in (identity.fixed_flags(typed) | identity.limits(typed)).items():
+        if flag.startswith("--") and flag not in {*identity.BATCH_FLAGS, *requested}:
+            if usual.get(flag) != value:
+                raise UsageError(
+                    f"{folder} was made with {flag} {value}, this study is not; {advice}"
+                )
     return True
 
 
