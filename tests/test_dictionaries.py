@@ -113,6 +113,16 @@ def several(ranks, data, tmp_path_factory) -> Path:
     return folder / "checkpoint_last.pt"
 
 
+@pytest.mark.parametrize("model", ["trained", "several"])
+def test_the_folder_above_the_binarised_data_is_answered_with_it(data, tmp_path, request, model):
+    (tmp_path / "bin").symlink_to(data[0])
+    path = request.getfixturevalue(model)
+    output = ("--output", tmp_path / "new", "--cpu")
+    assert f"{tmp_path}/bin" in refusal("analyze", tmp_path, "--path", path, *output)
+    given = ["--user-dir", PLUGIN, "--path", path, "--cpu"]
+    refused(run("fairseq-generate", tmp_path, *given, check=False), tmp_path / "bin")
+
+
 def test_languages_in_another_order(data, several):
     """Their tokens are the last words of the dictionary: each would stand for another language."""
     given = [data[0], "--user-dir", PLUGIN, "--path", several, "--cpu", "--max-len-b", 5, *SEVERAL]

@@ -7,6 +7,7 @@ import os
 import re
 import weakref
 from contextlib import suppress
+from glob import escape, glob
 from types import ModuleType, SimpleNamespace
 
 from smoe_fairseq.errors import UsageError, naming_file
@@ -105,10 +106,24 @@ def read_plain_data(original, prefix_path):
     return path
 
 
+def _refuse_folder_above(folder: str) -> None:
+    """Raise UsageError for a data set's folder in place of its ``bin``, which has the binarised data."""
+    inside = os.path.join(folder, "bin")
+    if glob(f"{escape(inside)}/dict.*.txt") and not glob(f"{escape(folder)}/dict.*.txt"):
+        raise UsageError(f"{folder} has no dict.*.txt: expected the binarised data in {inside}")
+
+
+@patches("fairseq.data.data_utils:infer_language_pair")
+def infer_pair_of_binarised(original, path):
+    _refuse_folder_above(path)
+    return original(path)
+
+
 @patches("fairseq.data.dictionary:Dictionary.load")
 def name_dictionary(original, cls, f):
     if not isinstance(f, str):
         return original(cls, f)
+    _refuse_folder_above(os.path.dirname(f))
     check_plain(f)
     with naming_file(f, "it"):
         try:
