@@ -21,6 +21,9 @@ else
     methods=("$@")
 fi
 
+for method in "${methods[@]}"; do  # errors show before the first job is submitted
+    DRY_RUN=1 FORECAST=0 "$scripts/slurm.sh" "$dataset" "$method" > /dev/null
+done
 for method in "${methods[@]}"; do
     if [[ ${DRY_RUN:-0} == 0 ]]; then
         output=$("$scripts/slurm.sh" "$dataset" "$method")
