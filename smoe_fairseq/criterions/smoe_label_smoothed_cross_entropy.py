@@ -259,8 +259,8 @@ class SMoELabelSmoothedCrossEntropyCriterion(LabelSmoothedCrossEntropyCriterion)
             return sum(values) / len(values) if values else zero
 
         # If no gate learns by the balance loss, it is only logged.
-        learning = {name: block for name, block in blocks.items() if block.learns_balance}
-        over_update = any(block.balance_over == "update" for block in learning.values())
+        learning = {name: block for name, block in blocks.items() if block.config.learns_balance}
+        over_update = any(block.config.balance_over == "update" for block in learning.values())
         if over_update and self.training:
             stats = [ran.get(name) for name in learning]
             counts = not sample.get("is_dummy", False)

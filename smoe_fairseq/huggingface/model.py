@@ -201,7 +201,8 @@ class SMoEForConditionalGeneration(PreTrainedModel, GenerationMixin):
     ) -> list[Tensor]:
         """Each side's part of the weighted means over all MoE layers; scalars on the device of ``like``."""
         config = self.config
-        learns = any(m.learns_balance for m in self.modules() if isinstance(m, StratifiedMoE))
+        blocks = (m for m in self.modules() if isinstance(m, StratifiedMoE))
+        learns = any(block.config.learns_balance for block in blocks)
         number = max(1, len(encoder) + len(decoder))
         parts = []
         for side in (encoder, decoder):

@@ -64,7 +64,6 @@ class StratifiedMoE(nn.Module):
         config = MoEConfig(strata, **options)
         self.config = config
         self.strata = config.layout
-        self.learns_balance, self.balance_over = config.learns_balance, config.balance_over
         norms = StackedNorms if config.stacked else NORMS[config.norms]
         self.layer_norms = norms(embed_dim, len(self.strata), config.dropout, config.dropout_per)
         self.gates = nn.ModuleList(

@@ -57,7 +57,7 @@ def learns_by_updates(models: Iterable[nn.Module]) -> str | None:
         if block.stats_builder.num_observed:
             bias = block.config.balance == "bias"
             return "--moe-balance bias" if bias else f"--moe-gate {block.config.gate}"
-        if block.balance_over == "update" and block.learns_balance:
+        if block.config.balance_over == "update" and block.config.learns_balance:
             return "--moe-balance-over update"
     return None
 
@@ -374,7 +374,7 @@ class SMoETrainer(Trainer):
         back_end = self.cfg.distributed_training.ddp_backend
         others_wait = {  # for this rank's tokens, counts or gradients
             "--expert-parallel": self.expert_placement is not None,
-            "--moe-balance-over update": any(b.balance_over == "update" for b in blocks),
+            "--moe-balance-over update": any(b.config.balance_over == "update" for b in blocks),
             f"--ddp-backend {back_end}": self.in_update and back_end not in launch.SUPPORTS_EXPERTS,
         }
         name = next((flag for flag, wait in others_wait.items() if wait), None)
