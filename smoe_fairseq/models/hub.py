@@ -278,13 +278,11 @@ class Translator(TrainedModel):
         beam = Options(beam=self.cfg.generation.beam if beam is None else beam).beam
         source, target = source_lang or self.source_lang, target_lang or self.target_lang
         readout = Readout(self, self.models, self.task_for(source, target))
-        tokens = [self.encode(sentence) for sentence in sentences if self.has_words(sentence)]
+        tokens = [self.encode(sentence) for sentence in sentences]
+        some = [ids for ids in tokens if len(ids) > 1]  # the others are just the end of sentence
         direction = {"source_lang": source, "target_lang": target}
-        results = iter(tokens and self.generate(tokens, beam, verbose, **direction, **options))
-        return [
-            readout.text(next(results)[0]["tokens"]) if self.has_words(sentence) else ""
-            for sentence in sentences
-        ]
+        results = iter(some and self.generate(some, beam, verbose, **direction, **options))
+        return [readout.text(next(results)[0]["tokens"]) if len(ids) > 1 else "" for ids in tokens]
 
     def translations(
         self,
