@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 from torch import Tensor
 
 from smoe_fairseq.checkpoints.io import dictionary_mismatch, values_of
-from smoe_fairseq.checkpoints.model import check_fit, known_options, plain_config
+from smoe_fairseq.checkpoints.model import LOSS_WEIGHTS, check_fit, known_options, plain_config
 from smoe_fairseq.checkpoints.sets import weights_of
 from smoe_fairseq.checkpoints.tensors import blocks, save_tensors, to_half, unique_tensors
 from smoe_fairseq.compat.patches_training import STOCK_LAYER_COPIES
@@ -132,9 +132,9 @@ def _config_of(path: Path, state: Mapping, task):
     source, target = task.source_dictionary, task.target_dictionary
     criterion = values_of(values_of(state["cfg"]).get("criterion"))
     weights = {
-        f"router_{new}_loss_coef": float(criterion[f"moe_{old}_loss_wt"])
-        for old, new in (("gate", "aux"), ("z", "z"), ("entropy", "entropy"))
-        if criterion.get(f"moe_{old}_loss_wt") is not None
+        f"router_{theirs}_loss_coef": float(criterion[f"moe_{ours}_loss_wt"])
+        for theirs, ours in LOSS_WEIGHTS.items()
+        if criterion.get(f"moe_{ours}_loss_wt") is not None
     }
     embedding = state["model"].get("encoder.embed_tokens.weight")
     return SMoEConfig(

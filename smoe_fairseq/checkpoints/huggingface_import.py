@@ -16,7 +16,7 @@ from torch import Tensor
 
 from smoe_fairseq.checkpoints.foreign import CRITERION, EXPECTED, complete, with_our_names
 from smoe_fairseq.checkpoints.io import DICTIONARIES, checksum
-from smoe_fairseq.checkpoints.model import OURS, SIDES, plain_config
+from smoe_fairseq.checkpoints.model import LOSS_WEIGHTS, OURS, SIDES, plain_config
 from smoe_fairseq.checkpoints.sets import check_tensors
 from smoe_fairseq.checkpoints.tensors import blocks
 from smoe_fairseq.compat.safe_load import check_content
@@ -30,7 +30,6 @@ from smoe_fairseq.subwords import BEGINS_WORD, check_pieces
 NLLB = "nllb-moe"  # config.json's model_type, as `OURS` is
 _CONFIG, _WEIGHTS, _INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 _SUBWORDS = "spm.model"
-_LOSS_WEIGHTS = {"aux": "gate", "z": "z", "entropy": "entropy"}  # their names and the criterion's
 
 # A block's arguments that are those of its side by default.
 _SIDE_ARGUMENTS = ("embed_dim", "ffn_embed_dim", "activation_fn")
@@ -59,7 +58,7 @@ _FORMS = {
         },
         "moe_blocks?": (None, {str: dict}),
         "label_smoothing?": (None, _RATE),
-        **{f"router_{name}_loss_coef?": (None, Number(0)) for name in _LOSS_WEIGHTS},
+        **{f"router_{name}_loss_coef?": (None, Number(0)) for name in LOSS_WEIGHTS},
     },
     NLLB: {
         **{name: _COUNT for name in ("d_model", "num_experts", "max_position_embeddings")},
@@ -134,7 +133,7 @@ def _checkpoint(
         weights.setdefault("decoder.embed_tokens.weight", weights["encoder.embed_tokens.weight"])
     flags = ["", *task, "--arch", OURS, "--criterion", CRITERION]
     flags += ["--label-smoothing", str(config.get("label_smoothing") or 0.0)]
-    for theirs, ours in _LOSS_WEIGHTS.items():
+    for theirs, ours in LOSS_WEIGHTS.items():
         if (value := config.get(f"router_{theirs}_loss_coef")) is not None:
             flags += [f"--moe-{ours}-loss-wt", str(value)]
     parser = fairseq_options.get_training_parser()

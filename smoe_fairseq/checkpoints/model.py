@@ -20,6 +20,8 @@ from smoe_fairseq.models.transformer import SMoETransformerModel
 OURS, STOCK = "smoe_transformer", "transformer"
 SIDES = ("encoder", "decoder")
 NORM_OPTION = "smoe_norm"  # how inner layer norms and residuals are computed
+# From router_NAME_loss_coef of a config for transformers to moe_NAME_loss_wt of the criterion.
+LOSS_WEIGHTS = {"aux": "gate", "z": "z", "entropy": "entropy"}
 # fairseq's options that change the forward pass in ways that our model does not support.
 _UNSUPPORTED = (
     *("adaptive_input", "adaptive_softmax_cutoff", "cross_self_attention", "no_cross_attention"),
