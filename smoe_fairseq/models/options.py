@@ -48,7 +48,7 @@ class MoEOptions(BlockOptions):
 
     SIDES = ("decoder",)  # with a type annotation it would be an option
 
-    smoe_strata: str = option("4-4", MoEConfig.help_of("strata"))
+    smoe_strata: str = option("4-4", MoEConfig.__dataclass_fields__["strata"].metadata["help"])
     decoder_smoe_strata: str = option("", "--smoe-strata of the decoder; empty: as --smoe-strata")
     moe_freq: int = option(2, "every N-th layer is an MoE layer; 0: a dense model")
     decoder_moe_freq: int = option(-1, "--moe-freq of the decoder; -1: as --moe-freq")

@@ -314,11 +314,6 @@ class MoEConfig:
         return GATES[self.gate].has_balance_loss and self.balance == "loss"
 
     @classmethod
-    def help_of(cls, name: str) -> str:
-        """The help text of an option."""
-        return cls.__dataclass_fields__[name].metadata["help"]
-
-    @classmethod
     def flags(cls) -> dict[str, str]:
         """Maps the block's options to the models' options that set them."""
         flags = {f.name: f.metadata["flag"] for f in fields(cls)}
