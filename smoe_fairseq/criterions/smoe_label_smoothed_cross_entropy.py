@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 
 from smoe_fairseq.criterions.metrics import log_routing, on_host, routing_sums
 from smoe_fairseq.errors import UsageError
-from smoe_fairseq.flags import flag_of
+from smoe_fairseq.flags import flag_of, number_fault
 from smoe_fairseq.models.options import option
 from smoe_fairseq.models.transformer import SparseModel, moe_blocks
 from smoe_fairseq.modules import RoutingStats, StratifiedMoE
@@ -198,9 +198,8 @@ class SMoELabelSmoothedCrossEntropyCriterion(LabelSmoothedCrossEntropyCriterion)
             raise UsageError(f"--label-smoothing {smoothing}: expected 0 to below 1")
         for name, (least, most) in _BOUNDS.items():
             value = getattr(cfg, name)
-            if not (least <= value <= most and math.isfinite(value)):
-                top = f" to {most}" if math.isfinite(most) else ""
-                raise UsageError(f"{flag_of(name)} {value}: expected a number from {least}{top}")
+            if fault := number_fault(value, type(value), least, most):
+                raise UsageError(f"{flag_of(name)} {value}: {fault}")
             setattr(self, name, value)
         self.begin_update()
 
