@@ -63,7 +63,8 @@ def _adam_step(group: dict, parameters: list[Tensor], states: list[dict]) -> Non
         state["step"] += 1
     averages, squares = ([state[n] for state in states] for n in ("exp_avg", "exp_avg_sq"))
     steps = {state["step"] for state in states}
-    if parameters[0].is_cuda and len(steps) == 1 and _are_full(parameters, gradients):
+    are_full = parameters[0].dtype == gradients[0].dtype == torch.float32  # all are of one type
+    if parameters[0].is_cuda and len(steps) == 1 and are_full:
         _fused_step(group, values, gradients, averages, squares, steps.pop())
         return
     beta1, beta2 = group["betas"]
@@ -79,10 +80,6 @@ def _adam_step(group: dict, parameters: list[Tensor], states: list[dict]) -> Non
     torch._foreach_addcdiv_(values, averages, divisors, sizes)
     if parameters[0].dtype in HALF:
         torch._foreach_copy_([p.data for p in parameters], values)
-
-
-def _are_full(*tensors: list[Tensor]) -> bool:
-    return all(t.dtype == torch.float32 for each in tensors for t in each)
 
 
 def _fused_step(
