@@ -139,19 +139,16 @@ def start_average_at_model(original, trainer, filename, *others, **options):
         extra_state = original(trainer, filename, *others, **options)
     finally:
         ema.store_ema = True
-    if extra_state is not None:
-        _restore(trainer, extra_state, filename)
-    return extra_state
-
-
-def _restore(trainer, extra_state: dict, filename: str) -> None:
+    if extra_state is None:
+        return None
     parameters = extra_state.get("ema")
     if parameters is None:
         logger.warning("%s has no average (--store-ema): it starts at its parameters", filename)
         parameters = trainer.get_model().state_dict()
     trainer.ema.restore(parameters)
-    if trainer.cfg.ema.ema_fp32:
+    if ema.ema_fp32:
         trainer.ema.build_fp32_params(extra_state.get("ema_fp32_params", parameters))
+    return extra_state
 
 
 # Lets one rank read a checkpoint and broadcast it.
