@@ -134,7 +134,7 @@ def add_export_arguments(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--to",
         required=True,
-        choices=("fairseq", "ctranslate2", "huggingface", "safetensors"),
+        choices=tuple(_WRITTEN),
         help="fairseq: a checkpoint of its own transformer (dense models only); ctranslate2: a folder for "
         "CTranslate2 (dense models only); huggingface: a folder for transformers' from_pretrained; "
         "safetensors: the weights, and a JSON file of all options",
@@ -149,7 +149,7 @@ def run_export(args: Namespace) -> None:
     path, output, read = args.path, args.output, files_read(args.path)
     if args.fp16 and args.to not in ("huggingface", "safetensors"):
         raise UsageError(f"--fp16 with --to {args.to}: expected --to huggingface or safetensors")
-    if args.data is not None and args.to not in ("huggingface", "ctranslate2"):
+    if args.data is not None and args.to not in _FOLDERS:
         raise UsageError(f"--data with --to {args.to}: it needs no dictionaries; leave --data out")
     package, install = _PACKAGES.get(args.to, ("torch", ""))
     if importlib.util.find_spec(package) is None:
