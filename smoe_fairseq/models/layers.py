@@ -30,7 +30,6 @@ class TransformerLayer(nn.Module):
 
     def __init__(self, cfg, side, moe_options: dict | None = None):
         super().__init__()
-        self.embed_dim = side.embed_dim
         self.dropout = cfg.dropout
         self.activation_dropout = cfg.activation_dropout
         self.normalize_before = side.normalize_before
