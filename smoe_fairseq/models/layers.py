@@ -52,6 +52,16 @@ class TransformerLayer(nn.Module):
         y = x + F.dropout(y, self.dropout, self.training)
         return y if self.normalize_before else layer_norm(y)
 
+    def attend_to_itself(self, x: Tensor, **options) -> Tensor:
+        """The self-attention sublayer on ``x (B, S, D)``; options of `Attention`."""
+
+        def attention(h):
+            h = h.transpose(0, 1)
+            y, _ = self.self_attn(h, h, h, need_weights=False, **options)
+            return y.transpose(0, 1)
+
+        return self.sublayer(x, self.self_attn_layer_norm, attention)
+
     def feed_forward(
         self,
         x: Tensor,
@@ -109,14 +119,8 @@ class TransformerEncoderLayer(TransformerLayer):
 
         ``attn_mask`` is the `attention_mask` of the padding mask.
         """
-
-        def self_attention(h):
-            h = h.transpose(0, 1)
-            y, _ = self.self_attn(h, h, h, need_weights=False, attn_mask=attn_mask)
-            return y.transpose(0, 1)
-
         x = x.transpose(0, 1)  # batch first, as in memory
-        x = self.sublayer(x, self.self_attn_layer_norm, self_attention)
+        x = self.attend_to_itself(x, attn_mask=attn_mask)
         x, *stats = self.feed_forward(x, encoder_padding_mask, ids, gate_logits, with_stats)
         return x.transpose(0, 1), *stats
 
@@ -163,19 +167,6 @@ class TransformerDecoderLayer(TransformerLayer):
         """
         attention = None
 
-        def self_attention(h):
-            h = h.transpose(0, 1)
-            y, _ = self.self_attn(
-                h,
-                h,
-                h,
-                key_padding_mask=self_attn_padding_mask,
-                incremental_state=incremental_state,
-                need_weights=False,
-                attn_mask=self_attn_mask,
-            )
-            return y.transpose(0, 1)
-
         def encoder_attention(h):
             nonlocal attention
             y, attention = self.encoder_attn(
@@ -192,7 +183,12 @@ class TransformerDecoderLayer(TransformerLayer):
             return y.transpose(0, 1)
 
         x = x.transpose(0, 1)  # batch first, as in memory
-        x = self.sublayer(x, self.self_attn_layer_norm, self_attention)
+        x = self.attend_to_itself(
+            x,
+            key_padding_mask=self_attn_padding_mask,
+            incremental_state=incremental_state,
+            attn_mask=self_attn_mask,
+        )
         if self.encoder_attn is not None:
             x = self.sublayer(x, self.encoder_attn_layer_norm, encoder_attention)
         # Statistics of single decoding steps are not used.
