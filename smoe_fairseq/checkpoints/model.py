@@ -165,8 +165,7 @@ def target_model(path: Path, options: dict, weights: dict) -> SMoETransformerMod
 
 def plain_config(options: dict) -> dict:
     """All options of ``smoe_transformer`` as plain data, for the ``cfg`` of a checkpoint."""
-    config = SMoETransformerConfig(**options)
-    values = {f.name: getattr(config, f.name) for f in fields(config)}
+    values = vars(SMoETransformerConfig(**options))
     plain = bool | int | float | None
     return {n: v if isinstance(v, plain) else str(v) for n, v in values.items()} | {"_name": OURS}
 
