@@ -20,6 +20,7 @@ from smoe_fairseq.errors import UsageError
 from smoe_fairseq.flags import flag_of
 from smoe_fairseq.host_memory import machine_memory
 from smoe_fairseq.models.options import DecoderOptions
+from smoe_fairseq.modules.config import FIRST_RESIDUAL
 from smoe_fairseq.modules.gates import GATES
 from smoe_fairseq.modules.gates.linear import AnyNumberGate
 from smoe_fairseq.modules.parallel import Placement
@@ -76,7 +77,7 @@ class Part:
 
 
 def parts(config: DecoderOptions, task) -> list[Part]:
-    """The parts of a model, which add up to its parameters, except for those of gate residuals.
+    """The parts of a model, which add up to its parameters.
 
     Args:
         task: for the sizes of its dictionaries.
@@ -103,6 +104,8 @@ def parts(config: DecoderOptions, task) -> list[Part]:
             free = config.moe_null_experts + config.moe_copy_experts + config.moe_constant_experts
             scores = 0 if config.moe_gate == "hash" else sum(each.visible) + free * len(each)
             shared += D * (scores + 2 * norms + 3 * config.moe_constant_experts)
+            first = FIRST_RESIDUAL.get(str(config.moe_gate_residual), len(each))
+            shared += sum((seen + free) ** 2 for seen in each.visible[first:])
             shared += config.moe_cmr * (network + D) + config.moe_residual * (network + 2 * D + 2)
             if shared_width := config.moe_shared_experts * width:
                 shared += 2 * D * shared_width + shared_width + D

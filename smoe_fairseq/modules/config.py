@@ -19,6 +19,7 @@ from smoe_fairseq.modules.strata import OptionError, Strata
 
 _RANKED = ("topk", "hash-topk", "expert-choice")  # the last with top-k in the decoder
 FREE_EXPERTS = ("null_experts", "copy_experts", "constant_experts")
+FIRST_RESIDUAL = {"strata": 1, "layers": 0}  # the first gate with a gate_residual of this kind
 
 
 class Bounds(NamedTuple):

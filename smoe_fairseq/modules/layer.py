@@ -24,7 +24,7 @@ from smoe_fairseq.modules.branches import (
     drop_gating,
     mask_outputs,
 )
-from smoe_fairseq.modules.config import MoEConfig
+from smoe_fairseq.modules.config import FIRST_RESIDUAL, MoEConfig
 from smoe_fairseq.modules.experts import Experts, start_pass
 from smoe_fairseq.modules.gates import GATES
 from smoe_fairseq.modules.parallel import Placement, compute_over_ranks
@@ -70,8 +70,7 @@ class StratifiedMoE(nn.Module):
             GATES[config.gate](config, embed_dim, num_visible, own)
             for num_visible, own in zip(self.strata.visible, self.strata.own, strict=True)
         )
-        first = {"none": len(self.gates), "strata": 1, "layers": 0}[config.gate_residual]
-        for gate in self.gates[first:]:
+        for gate in self.gates[FIRST_RESIDUAL.get(config.gate_residual, len(self.gates)) :]:
             gate.add_residual()
         self.stats_builder = StatsBuilder(config, self.gates)
         self.choices = self.stats_builder.choices  # K
