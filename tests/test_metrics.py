@@ -9,7 +9,7 @@ from test_recipes import commands, write_dataset
 
 from smoe_fairseq.errors import UsageError
 from smoe_fairseq.recipes.config import arguments
-from smoe_fairseq.recipes.evaluation import metrics
+from smoe_fairseq.recipes.evaluation import metrics, scores
 from smoe_fairseq.recipes.evaluation.generate import best_translations
 
 REFERENCES = ["The cat, here  ", "猫坐在垫子上。", "one more line of text", "end"]
@@ -30,7 +30,7 @@ def test_as_of_the_command(tmp_path, settings):
     words = ["references", "-i", "translations", *arguments(settings)]
     printed = run("sacrebleu", *words, cwd=tmp_path).stdout
     expected = json.loads(printed[min(x for x in map(printed.find, "[{") if x >= 0) :])
-    lines = (metrics.lines_of(tmp_path / name) for name in ("translations", "references"))
+    lines = (scores.lines_of(tmp_path / name) for name in ("translations", "references"))
     assert json.loads(metrics.score(*lines, settings)) == expected
 
 

@@ -143,7 +143,7 @@ class Evaluation:
             file = folder / f"{direction}{kind}.json"
             if not file.exists():
                 texts = folder / f"{direction}.txt", self.reference(direction)
-                write_whole(file, metrics.score(*map(metrics.lines_of, texts), flags) + "\n")
+                write_whole(file, metrics.score(*map(scores.lines_of, texts), flags) + "\n")
 
     def score(self, folder: Path, direction: str) -> scores.Score:
         """The score in a folder, of the present test set."""

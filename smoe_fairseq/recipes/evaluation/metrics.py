@@ -4,7 +4,6 @@ import importlib.util
 import sys
 from argparse import Namespace
 from collections.abc import Sequence
-from pathlib import Path
 
 from smoe_fairseq.errors import UsageError, quietly
 from smoe_fairseq.flags import refusing_flags
@@ -52,11 +51,6 @@ def check_tokenizer(settings: Flags, language: str) -> None:
                 f"sacreBLEU's tokenizer {name}, for {language}, is not installed: "
                 f"pip install 'sacrebleu[{extra}]', or set `sacrebleu: {{tokenize: char}}` in the data set"
             )
-
-
-def lines_of(file: Path) -> list[str]:
-    """The lines as sacreBLEU's command reads them: split at line feeds, without trailing spaces."""
-    return [line.rstrip() for line in scores.lines_of(file)]
 
 
 def score(translations: Sequence[str], references: Sequence[str], settings: Flags) -> str:

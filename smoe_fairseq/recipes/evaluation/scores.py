@@ -272,5 +272,5 @@ def _file(folder: Path, direction: str) -> Path:
 
 
 def lines_of(file: Path) -> list[str]:
-    """The lines, split only at line feeds, as sacreBLEU's command does."""
-    return read_text(file).removesuffix("\n").split("\n")
+    """The lines as sacreBLEU's command reads them: split at line feeds, without trailing spaces."""
+    return [line.rstrip() for line in read_text(file).removesuffix("\n").split("\n")]
