@@ -1,6 +1,7 @@
 """Records the gates' choices while a model reads a data set."""
 
 import functools
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -266,6 +267,7 @@ def collect(samples: inputs.Samples) -> Direction:
     return Direction(samples.direction, samples.seen, samples.too_long, tuple(blocks))
 
 
+@torch.no_grad()
 def requested_capacity(model: nn.Module, task, subset: str = "valid") -> dict[str, float]:
     """Mean requested capacity of all tokens of a subset, by MoE layer (see `moe_blocks`).
 
@@ -273,12 +275,11 @@ def requested_capacity(model: nn.Module, task, subset: str = "valid") -> dict[st
     """
     if not moe_blocks(model):
         return {}
-    with Recorder(model, task).recording() as recorder:
-        for direction in inputs.directions(task):
-            for sample in inputs.Samples(model, task, direction, inputs.Subset(subset)):
-                recorder.run(sample["net_input"])
-    means = {}
-    for name, block_recorder in recorder.blocks.items():
-        counts = block_recorder.counts.sum(0).cpu().numpy()
-        means[name] = Counts(Block(name, block_recorder.block.strata), counts).requested_capacity
-    return means
+    gates, tokens = Counter(), Counter()
+    for direction in inputs.directions(task):
+        for sample in inputs.Samples(model, task, direction, inputs.Subset(subset)):
+            _, extra = model(**sample["net_input"])
+            for name, stats in zip(extra["moe_layers"], extra["moe_stats"], strict=True):
+                gates[name] += int(stats.requested_capacity.sum())
+                tokens[name] += int((stats.requested_capacity > 0).sum())
+    return {name: gates[name] / tokens[name] for name in gates}
