@@ -18,7 +18,7 @@ def scheduled(tmp_path, functions, cores=2, **limits):
     """Results of parts that are generator functions, and what the file has of them."""
     parts = [part(name, limits.get(name, 20)) for name in functions]
     file = tmp_path / "results.jsonl"
-    found = run_all(parts, 60, file, lambda which, limit: functions[which.name](), cores)
+    found = run_all(parts, 60, file, lambda which: functions[which.name](), cores)
     assert [json.loads(line) for line in file.read_text().splitlines()] == found
     return found
 

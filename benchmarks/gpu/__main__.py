@@ -58,9 +58,9 @@ def main(argv: list[str] | None = None) -> int:
     return 0 if passed(results) else 1
 
 
-def run_part(device: str, out: Path, part: Part, seconds: float) -> Iterator[dict]:
+def run_part(device: str, out: Path, part: Part) -> Iterator[dict]:
     with tempfile.TemporaryDirectory() as folder:
-        yield from part.run(Context(device, folder, seconds, str(out)))
+        yield from part.run(Context(device, folder, str(out)))
 
 
 def graphics(device: str) -> dict:

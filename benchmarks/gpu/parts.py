@@ -56,7 +56,6 @@ class Context:
 
     device: str
     folder: str  # of its own, for data and checkpoints
-    seconds: float
     out: str = ""  # the check's folder, for files beside the report
 
     @property
@@ -125,7 +124,7 @@ def run_all(
     parts: Sequence[Part],
     seconds: float,
     results: Path,
-    run: Callable[[Part, float], Iterator[dict]],
+    run: Callable[[Part], Iterator[dict]],
     cores: int | None = None,
 ) -> list[dict]:
     """Runs the parts within ``seconds``; their results, and one of each part, also go to ``results``.
@@ -134,7 +133,7 @@ def run_all(
     "time limit" or "no time" (not started).
 
     Args:
-        run: yields a part's results, given its seconds; called in the part's process.
+        run: yields a part's results; called in the part's process.
     """
     end = time.monotonic() + seconds
     found, lock = [], threading.Lock()
@@ -156,7 +155,7 @@ def run_all(
                     keep({"part": part.name, "status": "no time"})
                     continue
                 # Forked before any thread of this round begins.
-                call = partial(_print_results, run, part, limit)
+                call = partial(_print_results, run, part)
                 started.append((part, Forked(call, leads=True), limit, keep))
             try:
                 threads = [threading.Thread(target=_follow, args=args) for args in started]
@@ -170,8 +169,8 @@ def run_all(
     return found
 
 
-def _print_results(run: Callable, part: Part, seconds: float) -> None:
-    for result in run(part, seconds):
+def _print_results(run: Callable, part: Part) -> None:
+    for result in run(part):
         print(MARK + json.dumps(result), flush=True)
 
 
