@@ -13,13 +13,8 @@ from test_table import table, write_scores
 
 from smoe_fairseq.errors import UsageError
 from smoe_fairseq.recipes import config
-from smoe_fairseq.recipes.config import (
-    arguments,
-    load_dataset,
-    method_flags,
-    resource_classes,
-    tables,
-)
+from smoe_fairseq.recipes.config import arguments, load_dataset, method_flags, tables
+from smoe_fairseq.recipes.evaluation.table import resource_classes
 
 
 @pytest.fixture

@@ -463,26 +463,3 @@ def has_strata(flags: Flags) -> bool:
 def tables() -> dict[str, Any]:
     """The paper's tables (arXiv 2305.02176) by name; parameters and FLOPs are in millions."""
     return OmegaConf.to_container(OmegaConf.load(Path(__file__).with_name("paper_tables.yaml")))
-
-
-def resource_classes(
-    table: str, counted: Mapping[str, int] | None = None
-) -> dict[str, list[str] | None]:
-    """The languages in each class of a table; a class is a range of training sentence pairs.
-
-    Args:
-        counted: sentence pairs by language, if the table lists none.
-
-    Returns:
-        Languages by class, in the paper's order; None for each class if no sizes are known. Empty if the
-        table has no classes.
-    """
-    content = tables().get(table, {})
-    classes, sizes = content.get("classes", {}), content.get("sizes", counted)
-    if sizes is None:
-        return dict.fromkeys(classes)
-
-    def languages(least: float = 0, most: float = math.inf) -> list[str]:
-        return [language for language, size in sizes.items() if least <= size <= most]
-
-    return {name: languages(**bounds) for name, bounds in classes.items()}

@@ -1,6 +1,7 @@
 """``smoe table``: the scores of a data set's runs next to the paper's."""
 
 import itertools
+import math
 import re
 import statistics
 import sys
@@ -10,12 +11,7 @@ from dataclasses import dataclass
 
 from smoe_fairseq.errors import UsageError, quietly
 from smoe_fairseq.forms import read_json
-from smoe_fairseq.recipes.config import (
-    Dataset,
-    method_flags,
-    resource_classes,
-    tables,
-)
+from smoe_fairseq.recipes.config import Dataset, method_flags, tables
 from smoe_fairseq.recipes.evaluation import metrics, scores
 from smoe_fairseq.recipes.evaluation.evaluate import again, state_notes
 from smoe_fairseq.recipes.evaluation.grid import FORMATS, Grid, number
@@ -43,6 +39,29 @@ def columns(dataset: Dataset) -> list[Column]:
     else:
         parts = [Column(direction, (direction,)) for direction in dataset.directions]
     return [*parts, Column("average", dataset.directions)]
+
+
+def resource_classes(
+    table: str, counted: Mapping[str, int] | None = None
+) -> dict[str, list[str] | None]:
+    """The languages in each class of a table; a class is a range of training sentence pairs.
+
+    Args:
+        counted: sentence pairs by language, if the table lists none.
+
+    Returns:
+        Languages by class, in the paper's order; None for each class if no sizes are known. Empty if the
+        table has no classes.
+    """
+    content = tables().get(table, {})
+    classes, sizes = content.get("classes", {}), content.get("sizes", counted)
+    if sizes is None:
+        return dict.fromkeys(classes)
+
+    def languages(least: float = 0, most: float = math.inf) -> list[str]:
+        return [language for language, size in sizes.items() if least <= size <= most]
+
+    return {name: languages(**bounds) for name, bounds in classes.items()}
 
 
 def _training_sizes(dataset: Dataset) -> dict[str, int] | None:
