@@ -22,6 +22,7 @@ from smoe_fairseq.errors import UsageError, naming_file
 from smoe_fairseq.flags import add_flag, positive
 from smoe_fairseq.models.transformer import moe_blocks
 from smoe_fairseq.modules.routing import Capacity
+from smoe_fairseq.translate.shortlist import direction_of
 
 TOKENS_PER_BATCH = 4096
 SEED = 1
@@ -127,8 +128,7 @@ def directions(task, pairs: str | None = None) -> list[str]:
             raise UsageError(f"--lang-pairs {pairs}: a language model has none; leave it out")
         return [TEXT]
     if not is_multilingual(task):
-        known = [f"{task.cfg.source_lang}-{task.cfg.target_lang}"]
-        allowed = known
+        known = allowed = ["-".join(direction_of(task))]
     else:
         known = list(task.lang_pairs)
         allowed = [f"{s}-{t}" for s in task.source_langs for t in task.target_langs if s != t]
@@ -146,7 +146,7 @@ def languages(task, direction: str) -> list[str]:
     """Source and target of a direction; their codes may have hyphens if there is only one direction."""
     if is_multilingual(task) or is_language_model(task):
         return direction.split("-")
-    return [task.cfg.source_lang, task.cfg.target_lang]
+    return [*direction_of(task)]
 
 
 def special(dictionary, task) -> np.ndarray:

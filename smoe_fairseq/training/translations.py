@@ -113,7 +113,7 @@ def _batches(task, subset: str, number: int) -> Iterator[tuple[tuple[str, str], 
 @contextmanager
 def _translating(task, direction: tuple[str, str]) -> Iterator[None]:
     """In this context the task translates in the direction; in training a multilingual task has none."""
-    options = task.args if hasattr(task, "data_manager") else task.cfg
+    options = task.cfg or task.args
     before = options.source_lang, options.target_lang
     options.source_lang, options.target_lang = direction
     try:

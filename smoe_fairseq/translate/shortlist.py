@@ -96,14 +96,14 @@ class Shortlist:
 def _dictionaries(task) -> dict[str, Dictionary]:
     if hasattr(task, "dicts"):
         return dict(task.dicts)
-    config = task.cfg
-    return {config.source_lang: task.source_dictionary, config.target_lang: task.target_dictionary}
+    source, target = direction_of(task)
+    return {source: task.source_dictionary, target: task.target_dictionary}
 
 
 def direction_of(task) -> tuple[str, str]:
     """Source and target language of a task, see `Translator.task_for`."""
-    config = task.args if hasattr(task, "dicts") else task.cfg
-    return config.source_lang, config.target_lang
+    options = task.cfg or task.args
+    return options.source_lang, options.target_lang
 
 
 def _digest(dictionary: Dictionary, size: int) -> str:
