@@ -1,4 +1,4 @@
-"""Paths of a data set's files, and names of its runs (a run is a method and a seed)."""
+"""Paths of a data set's files; names of its runs (a run is a method and a seed), and their checkpoints."""
 
 import itertools
 import os
@@ -9,14 +9,16 @@ from pathlib import Path
 
 import smoe_fairseq
 from smoe_fairseq.errors import UsageError
-from smoe_fairseq.files import read_plain
+from smoe_fairseq.files import rank_files, read_plain
 from smoe_fairseq.recipes.config import CHECKPOINT, Dataset, both_orders
-from smoe_fairseq.recipes.processes import whole_number
+from smoe_fairseq.recipes.processes import command, whole_number
 
 # Files in a data set's folder.
 SIZES = "sizes.json"  # {pair: training sentence pairs}; {language: ...} in earlier versions
 LEFT_OUT = "left_out.json"  # {pair: {read, kept, and a count for each fault}} of training text
 LARGEST_SEED = 2**31 - 1
+# Checkpoints of epochs and of updates, perhaps of a rank's experts.
+_SAVED = re.compile(r"(checkpoint(?:_\d+_(\d+)|(\d+)))(?:-rank-\d+)?\.pt")
 _RUN = re.compile(r"(?P<method>.+)\.seed-(?P<seed>\d+)")
 
 
@@ -117,6 +119,50 @@ def checkpoint_file(run: Path, which: str) -> Path:
     if number:
         return run / "averaged" / f"checkpoint_average_{number}.pt"
     return run / f"checkpoint_{kind}.pt"
+
+
+def whole_checkpoint(folder: Path, which: str) -> tuple[Path, tuple[str, ...]]:
+    """A run's checkpoint in one file, and the commands that make it if necessary."""
+    file = checkpoint_file(folder, which)
+    number = which.partition(":")[2]
+    return _averaged(file, int(number)) if number else _consolidated(file)
+
+
+def _consolidated(parts: Path) -> tuple[Path, tuple[str, ...]]:
+    """A checkpoint, in one file if experts are sharded, and the commands that make it if necessary."""
+    sharded = list(rank_files(parts).values())
+    if not sharded or _is_newer(parts, sharded[:1]):
+        return parts, ()
+    whole = parts.parent / "consolidated" / parts.name
+    consolidate = command("smoe", "consolidate", parts, "--output", whole, "--force")
+    preparation = ("# the experts of all processes in one checkpoint", consolidate)
+    return whole, () if _is_newer(whole, sharded) else preparation
+
+
+def _averaged(mean: Path, number: int) -> tuple[Path, tuple[str, ...]]:
+    """The mean of the last checkpoints, and the commands that make it if necessary."""
+    folder, saved = mean.parents[1], {}
+    for name in (file.name for file in folder.glob("checkpoint*.pt")):
+        if match := _SAVED.fullmatch(name):
+            saved[f"{match[1]}.pt"] = int(match[2] or 0), int(match[3] or 0)
+    by_update = [name for name in saved if saved[name][0]] or list(saved)
+    last = sorted(by_update, key=saved.get)[-number:]
+    if len(last) < number:
+        raise UsageError(
+            f"--checkpoint average:{number}: {folder} has {len(last)} checkpoints of updates or epochs: "
+            "keep more with --save-interval-updates and --keep-interval-updates of training"
+        )
+    parts = [folder / name for name in last]
+    inputs = [file for part in parts for file in (rank_files(part).values() or [part])]
+    average = command("smoe", "average", *parts, "--output", mean, "--force")
+    mkdir, comment = command("mkdir", "-p", mean.parent), f"# the mean of {number} checkpoints"
+    return mean, () if _is_newer(mean, inputs) else (comment, mkdir, average)
+
+
+def _is_newer(file: Path, others: list[Path]) -> bool:
+    """Whether a file exists and is not older than the others."""
+    latest = max(other.stat().st_mtime for other in others)
+    return file.exists() and file.stat().st_mtime >= latest
 
 
 def test_file(dataset: Dataset, direction: str, language: str) -> Path:

@@ -3,7 +3,6 @@
 import hashlib
 import json
 import os
-import re
 import shutil
 import sys
 from collections.abc import Sequence
@@ -16,7 +15,7 @@ from tqdm import tqdm
 
 from smoe_fairseq import files
 from smoe_fairseq.errors import UsageError, quietly
-from smoe_fairseq.files import rank_files, write_whole
+from smoe_fairseq.files import write_whole
 from smoe_fairseq.flags import flag_of
 from smoe_fairseq.forms import read_json
 from smoe_fairseq.recipes.config import (
@@ -34,20 +33,18 @@ from smoe_fairseq.recipes.data.text_files import count_lines, progress
 from smoe_fairseq.recipes.evaluation import generate, metrics, scores
 from smoe_fairseq.recipes.folders import (
     Folders,
-    checkpoint_file,
     run_method,
     run_name,
     run_seed,
     seed_of,
     test_file,
+    whole_checkpoint,
 )
 from smoe_fairseq.recipes.processes import command, dry_run, run, step, warn
 from smoe_fairseq.recipes.training import identity
 from smoe_fairseq.recipes.training.train import data_arguments
 
 FILE = "evaluation.json"
-# Checkpoints of epochs and of updates, perhaps of a rank's experts.
-_SAVED = re.compile(r"(checkpoint(?:_\d+_(\d+)|(\d+)))(?:-rank-\d+)?\.pt")
 
 
 @dataclass(frozen=True)
@@ -201,7 +198,7 @@ def is_outdated(folder: Path) -> str:
         state = read_json(folder / "test" / FILE, {"checkpoint": str})["checkpoint"]
         name = state.split()[0]
         which = name.removeprefix("checkpoint_").removesuffix(".pt").replace("_", ":")
-        checkpoint, preparation = _whole_checkpoint(folder, which)
+        checkpoint, preparation = whole_checkpoint(folder, which)
         return name if preparation or _file_state(checkpoint) != state else ""
     return ""
 
@@ -277,7 +274,7 @@ def plan(dataset: Dataset, method: str, flags: Sequence[str], which: str) -> Eva
             raise UsageError(f"{flag} {value}: expected sentencepiece, as words are scored")
     folders = Folders(dataset.name)
     folder = folders.runs / run_name(dataset, method)
-    checkpoint, preparation = _whole_checkpoint(folder, which)
+    checkpoint, preparation = whole_checkpoint(folder, which)
     if not dry_run() and not preparation and not checkpoint.exists():
         seed = f" --seed {seed_of(dataset)}" * (folder.name != method)
         advice = f"run scripts/train.sh {dataset.name} {method}{seed}"
@@ -290,44 +287,6 @@ def plan(dataset: Dataset, method: str, flags: Sequence[str], which: str) -> Eva
     return Evaluation(dataset, folder, checkpoint, directions, tuple(flags), preparation)
 
 
-def _whole_checkpoint(folder: Path, which: str) -> tuple[Path, tuple[str, ...]]:
-    """A run's checkpoint in one file, and the commands that make it if necessary."""
-    file = checkpoint_file(folder, which)
-    number = which.partition(":")[2]
-    return _averaged(file, int(number)) if number else _consolidated(file)
-
-
-def _consolidated(parts: Path) -> tuple[Path, tuple[str, ...]]:
-    """A checkpoint, in one file if experts are sharded, and the commands that make it if necessary."""
-    sharded = list(rank_files(parts).values())
-    if not sharded or _is_newer(parts, sharded[:1]):
-        return parts, ()
-    whole = parts.parent / "consolidated" / parts.name
-    consolidate = command("smoe", "consolidate", parts, "--output", whole, "--force")
-    preparation = ("# the experts of all processes in one checkpoint", consolidate)
-    return whole, () if _is_newer(whole, sharded) else preparation
-
-
-def _averaged(mean: Path, number: int) -> tuple[Path, tuple[str, ...]]:
-    """The mean of the last checkpoints, and the commands that make it if necessary."""
-    folder, saved = mean.parents[1], {}
-    for name in (file.name for file in folder.glob("checkpoint*.pt")):
-        if match := _SAVED.fullmatch(name):
-            saved[f"{match[1]}.pt"] = int(match[2] or 0), int(match[3] or 0)
-    by_update = [name for name in saved if saved[name][0]] or list(saved)
-    last = sorted(by_update, key=saved.get)[-number:]
-    if len(last) < number:
-        raise UsageError(
-            f"--checkpoint average:{number}: {folder} has {len(last)} checkpoints of updates or epochs: "
-            "keep more with --save-interval-updates and --keep-interval-updates of training"
-        )
-    parts = [folder / name for name in last]
-    inputs = [file for part in parts for file in (rank_files(part).values() or [part])]
-    average = command("smoe", "average", *parts, "--output", mean, "--force")
-    mkdir, comment = command("mkdir", "-p", mean.parent), f"# the mean of {number} checkpoints"
-    return mean, () if _is_newer(mean, inputs) else (comment, mkdir, average)
-
-
 def _directions(dataset: Dataset, raw: Path) -> tuple[str, ...]:
     if not raw.exists():
         if dry_run():
@@ -338,12 +297,6 @@ def _directions(dataset: Dataset, raw: Path) -> tuple[str, ...]:
     if not directions:
         raise UsageError(f"{raw} has no test data (test.eng-xxx.eng and so on)")
     return directions
-
-
-def _is_newer(file: Path, others: list[Path]) -> bool:
-    """Whether a file exists and is not older than the others."""
-    latest = max(other.stat().st_mtime for other in others)
-    return file.exists() and file.stat().st_mtime >= latest
 
 
 def _score_by_comet(evaluation: Evaluation, scorer: scores.Scorer) -> None:
