@@ -192,9 +192,8 @@ class Generator:
             if not sample:
                 return []
             sample = utils.move_to_cuda(sample) if self.on_gpu else sample
-            prefix, size = None, cfg.generation.prefix_size
-            if size > 0:
-                prefix = sample["target"][:, :size]
+            size = cfg.generation.prefix_size
+            prefix = sample["target"][:, :size] if size > 0 else None
             with torch.inference_mode():
                 hypotheses = task.inference_step(search, models, sample, prefix_tokens=prefix)
             return format_lines(sample, hypotheses)
