@@ -262,7 +262,7 @@ REFUSED = {
     "--fp16": "--fp16-no-flatten-grads",
     "--amp": "use --bf16",
     "--encoder-layerdrop 0.1": "leave one of the two out",
-    "--smoe-strata 3-4": "with --expert-parallel: 7 experts cannot be spread evenly over 2 processes",
+    "--smoe-strata 3-4": "with --expert-parallel: 7 experts cannot be spread evenly over 2 ranks",
     "--eval-bleu": "smoe consolidate",
 }
 

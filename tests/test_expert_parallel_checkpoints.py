@@ -202,7 +202,7 @@ def test_bad_requests_get_one_sentence(resharded, tmp_path):
     path, out = resharded["4"] / "checkpoint_last.pt", tmp_path / "out.pt"
     assert "--world-size 0" in refusal("reshard", path, "--world-size", 0, "--output", out)
     sentence = refusal("reshard", path, "--world-size", 3, "--output", out)
-    assert "accepted are 1, 2, 4, 8 processes" in sentence
+    assert "accepted are 1, 2, 4, 8 ranks" in sentence
     assert "none.pt is missing" in refusal(
         "reshard", tmp_path / "none.pt", "--world-size", 2, "--output", out
     )

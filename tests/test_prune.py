@@ -256,7 +256,7 @@ def test_its_record_lets_it_be_spread_over_processes(two_choices, small_corpus, 
     assert [len(s["encoder.layers.1.moe.experts.w1"]) for s in shares] == [2, 2]
     assert [len(s["decoder.layers.1.moe.experts.w1"]) for s in shares] == [1, 1]
     sentence = refusal("reshard", tmp_path / "pruned.pt", "--world-size", 3, *words[2:], "--force")
-    assert "cannot be spread evenly over 3 processes" in sentence
+    assert "cannot be spread evenly over 3 ranks" in sentence
 
 
 def even_out_encoder(state) -> None:

@@ -34,18 +34,18 @@ def check_refusal(ranks, folder, data, flags, of_second, sentence) -> None:
     run = ranks.start(folder, 2, list(map(str, data)), flags, of_second, function=train)
     assert run.wait() == [1, 1], run.output()
     for rank in (0, 1):
-        assert f"error: process 1 has {sentence}" in run.output(rank)
+        assert f"error: rank 1 has {sentence}" in run.output(rank)
         assert "Traceback" not in run.output(rank)
 
 
 @pytest.mark.parametrize(
     "of_second, sentence",
     [
-        soak(["--max-update", "7"], "--max-update 7, and process 0 with 4"),
-        (["--update-freq", "2"], "--update-freq [2], and process 0 with [1]"),
-        soak(["--lr", "0.1"], "--lr [0.1], and process 0 with [0.005]"),
-        (["--no-save"], "--no-save True, and process 0 with False"),
-        soak(["--dropout", "0.3"], "--dropout 0.3, and process 0 with 0.1"),
+        soak(["--max-update", "7"], "--max-update 7, and rank 0 with 4"),
+        (["--update-freq", "2"], "--update-freq [2], and rank 0 with [1]"),
+        soak(["--lr", "0.1"], "--lr [0.1], and rank 0 with [0.005]"),
+        (["--no-save"], "--no-save True, and rank 0 with False"),
+        soak(["--dropout", "0.3"], "--dropout 0.3, and rank 0 with 0.1"),
     ],
 )
 def test_another_flag(ranks, small_corpus, tmp_path, of_second, sentence):

@@ -381,7 +381,7 @@ def run_reshard(args: Namespace) -> None:
     shards = Shards.open(args.path)
     files = write_set(shards, args.output, args.world_size, args.force)
     before, update = len(shards.files), shards.record.num_updates
-    ranks = "1 process" if args.world_size == 1 else f"{args.world_size} processes"
+    ranks = "1 rank" if args.world_size == 1 else f"{args.world_size} ranks"
     last = f" to {files[-1].name}" if len(files) > 1 else ""
     print(f"{files[0]}{last}: update {update}, for {ranks} instead of {before}")
     if args.world_size != before:

@@ -37,8 +37,8 @@ class Placement:
         if self.num_experts % self.world_size and self.world_size % self.num_experts:
             fits = [n for n in range(1, self.num_experts + 1) if self.num_experts % n == 0]
             raise ValueError(
-                f"{self.num_experts} experts cannot be spread evenly over {self.world_size} processes; "
-                f"accepted are {', '.join(map(str, fits))} processes or a multiple of {self.num_experts}"
+                f"{self.num_experts} experts cannot be spread evenly over {self.world_size} ranks; "
+                f"accepted are {', '.join(map(str, fits))} ranks or a multiple of {self.num_experts}"
             )
 
     @classmethod

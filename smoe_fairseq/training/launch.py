@@ -271,7 +271,7 @@ def _compare(settings: dict[str, str]) -> None:
         for name in sorted({*first, *other}):
             if first.get(name) != other.get(name):
                 raise UsageError(
-                    f"process {rank} has {name} {other.get(name)}, and process 0 with {first.get(name)}"
+                    f"rank {rank} has {name} {other.get(name)}, and rank 0 with {first.get(name)}"
                 )
 
 
