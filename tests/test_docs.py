@@ -158,10 +158,12 @@ def test_the_commands_of_the_tasks(tmp_path):
         (tmp_path / f"folder/{language}.txt").write_text("".join(lines))
         (tmp_path / f"new/train.{language}").write_text("".join(lines[:50]))
         (tmp_path / f"new/valid.{language}").write_text("".join(lines[50:60]))
+        (tmp_path / f"new/test.{language}").write_text("".join(lines[60:62]))
         (tmp_path / f"text.{language}").write_text("".join(lines[:2]))
     outputs, _ = run_commands("docs/tasks.md", tmp_path, {"CONFIG_DIR": str(configs)})
     assert "en-de: BLEU" in outputs["scripts/evaluate.sh mine"]
     assert len(outputs["smoe translate"].splitlines()) == 2
+    assert len((tmp_path / "test.de").read_text().splitlines()) == 2
     assert "smoe-4-4" in outputs["smoe table"]
     for run in ("runs/new/smoe-4-4", "upcycled/mine/smoe-4-4"):
         assert (tmp_path / run / "checkpoint_last.pt").is_file()

@@ -123,7 +123,8 @@ def infer_pair_of_binarised(original, path):
 def name_dictionary(original, cls, f):
     if not isinstance(f, str):
         return original(cls, f)
-    _refuse_folder_above(os.path.dirname(f))
+    if not os.path.exists(f):
+        _refuse_folder_above(os.path.dirname(f))
     check_plain(f)
     with naming_file(f, "it"):
         try:
