@@ -318,6 +318,38 @@ def test_interrupted_at_a_terminal(tmp_path, endless):
     assert not list(tmp_path.glob("out*"))
 
 
+# A worker that has sent the length of its result, and not yet the result.
+HALF = """
+import os, struct, sys, time
+from pathlib import Path
+from smoe_fairseq.recipes.data.text_files import workers_for
+
+def work(unit):
+    frame = sys._getframe()
+    while "result_queue" not in frame.f_locals:
+        frame = frame.f_back
+    os.write(frame.f_locals["result_queue"]._writer.fileno(), struct.pack("!i", 1000))
+    Path("begun").touch()
+    time.sleep(600)
+
+def make():
+    return work
+
+if __name__ == "__main__":
+    with workers_for(make, count=2) as submit:
+        submit(0)
+        while not Path("begun").exists():
+            time.sleep(0.01)
+        sys.exit(7)
+"""
+
+
+def test_an_end_in_the_middle_of_a_result(tmp_path):
+    (tmp_path / "half.py").write_text(HALF)
+    process = subprocess.run([sys.executable, "half.py"], cwd=tmp_path, timeout=HANGS)
+    assert process.returncode == 7
+
+
 def test_workers_do_not_outlive_what_started_them(endless):
     process, pids = endless
     process.kill()

@@ -166,6 +166,8 @@ def workers_for(make: Callable, *arguments: Any, count: int) -> Iterator[Callabl
     except BaseException:  # do not wait for the current units, which may take hours
         for process in (pool._processes or {}).copy().values():
             process.terminate()
+        # The pool would wait for the rest of a result, for which its own end of the pipe stays open.
+        pool._result_queue._writer.close()
         raise
     finally:
         pool.shutdown(cancel_futures=True)
