@@ -160,8 +160,9 @@ class BlockRecorder(BlockFollower):
         self, stratum: int, index_N: Tensor, expert_N: Tensor, routing: Routing, row_N: Tensor
     ) -> None:
         strata = self.block.strata
-        row_N = self.row_V[self.type_T[index_N]]
-        cell_N = (row_N * len(strata) + stratum) * strata.num_experts + expert_N
+        cell_N = (
+            self.row_V[self.type_T[index_N]] * len(strata) + stratum
+        ) * strata.num_experts + expert_N
         self.counts.view(-1).index_add_(0, cell_N, torch.ones_like(cell_N))
 
 

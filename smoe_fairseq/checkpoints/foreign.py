@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from smoe_fairseq.checkpoints.io import (
+    Record,
     open_checkpoint,
     rank_file,
     rank_files,
@@ -143,6 +144,7 @@ def _strata_options(path: Path, side: str, layers: Mapping[str, list[int]]) -> d
 # ``checkpoint_last-rank-N.pt`` the experts of rank N, numbered from 0 in each file.
 
 _SHARED = "-shared"
+_OURS = "a checkpoint of this package already"
 
 
 def files_of(path: Path) -> list[Path]:
@@ -152,19 +154,17 @@ def files_of(path: Path) -> list[Path]:
         path: any file of the set, or its name without ``-shared`` and ``-rank-N``.
 
     Raises:
-        UsageError: a file of the set is missing, or it is a checkpoint of ours.
+        UsageError: a file of the set is missing, or it is a set of ours.
     """
     name = set_name(path)
     if name.stem.endswith(_SHARED):
         name = name.with_name(name.stem.removesuffix(_SHARED) + name.suffix)
     shared = name.with_name(f"{name.stem}{_SHARED}{name.suffix}")
     ranks = rank_files(name)
-    first = next(iter(ranks.values()), path)
-    if not shared.exists() and record_of(first):
-        advice = "smoe consolidate joins its set" if ranks else "it needs no conversion"
-        raise UsageError(f"{first} is a checkpoint of this package already: {advice}")
     if not shared.exists() and not ranks:
         return [path]
+    if not shared.exists() and record_of(first := next(iter(ranks.values()))):
+        raise UsageError(f"{first} is {_OURS}: smoe consolidate joins its set")
     for file in (shared, *(rank_file(name, rank) for rank in range(len(ranks) or 1))):
         if not file.exists():
             raise UsageError(f"{file} is missing: expected {shared.name} and all -rank-N files")
@@ -175,10 +175,12 @@ def read_set(path: Path) -> dict:
     """The content of the shared file, with the experts of all files in its model, numbered consecutively.
 
     Raises:
-        UsageError: a file is missing or damaged, or contains other tensors.
+        UsageError: a file is missing or damaged, or contains other tensors, or it is a checkpoint of ours.
     """
     shared, *ranks = files_of(path)
     state = {**open_checkpoint(shared)}
+    if Record.of(state, shared):
+        raise UsageError(f"{shared} is {_OURS}: it needs no conversion")
     check_tensors(shared, state["model"])
     weights = dict(state["model"])
     for file in ranks:

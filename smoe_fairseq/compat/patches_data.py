@@ -47,7 +47,7 @@ def _make(cls: type, path: str = "", *_, **__):
 # For fairseq 0.12.2 on any Python, which leaves ``<0xE2> <0x82> <0xAC>`` in its output. Only whole pieces
 # are bytes: if a text contains these characters, they are parts of other pieces.
 
-BLANK = "\u2581"  # as pieces have it
+_BLANK = "\u2581"  # as pieces have it
 _BYTES = re.compile(r"(?:(?<!\S)<0x[0-9A-F]{2}>(?:\s+|$))+")
 
 
@@ -62,7 +62,7 @@ def join_bytes(pieces: str) -> str:
     def characters(run: re.Match) -> str:
         codes = (int(piece[3:5], 16) for piece in run[0].split())
         text = bytes(codes).decode("utf-8", "replace")
-        return re.sub("[ \r\n]", BLANK, text) + " "
+        return re.sub("[ \r\n]", _BLANK, text) + " "
 
     return _BYTES.sub(characters, pieces)
 

@@ -186,7 +186,8 @@ class SMoETrainer(Trainer):
             except UsageError as error:
                 if not self.in_update:
                     raise
-                return logger.warning(error)  # the error that ended the update is raised
+                logger.warning(error)  # the error that ended the update is raised
+                return
         screen.after_save(self.get_num_updates(), extra_state)
 
     def load_checkpoint(self, filename, reset_optimizer=False, *rest, reset_meters=False, **more):

@@ -118,21 +118,24 @@ def are_saved(dataset: Dataset, name: str, words: Sequence[str]) -> bool:
         return False
     about, requested = _about(folder), flag_values(words)
     typed = flag_values(shlex.split(about["command"].split(" && ")[0]))
-    limits = identity.limits(flag_values(arguments(dataset.train)) | typed)
-    flags = about.get("flags", {}) | limits
+    usual = flag_values(arguments(dataset.train | method_flags(run_method(name), dataset)))
+    flags = about.get("flags", {}) | identity.limits(usual | typed)
     advice = "set RESULTS_DIR and RUN_DIR to other folders for a study with other flags"
-    for flag, value in (identity.fixed_flags(requested) | identity.limits(requested)).items():
-        if flag not in identity.BATCH_FLAGS and flags.get(flag) != value:
+    for flag, value in _compared(requested).items():
+        if flags.get(flag) != value:
             was = f"with {flag} {flags[flag]}" if flag in flags else "without it"
             raise UsageError(f"{flag} {value}: {folder} is there and was made {was}; {advice}")
-    usual = flag_values(arguments(dataset.train | method_flags(run_method(name), dataset)))
-    for flag, value in (identity.fixed_flags(typed) | identity.limits(typed)).items():
-        if flag.startswith("--") and flag not in {*identity.BATCH_FLAGS, *requested}:
-            if usual.get(flag) != value:
-                raise UsageError(
-                    f"{folder} was made with {flag} {value}, this study is not; {advice}"
-                )
+    for flag, value in _compared(typed).items():
+        is_ours = flag.startswith("--")  # Python's are -P and -m
+        if is_ours and flag not in requested and usual.get(flag) != value:
+            raise UsageError(f"{folder} was made with {flag} {value}, this study is not; {advice}")
     return True
+
+
+def _compared(flags: dict[str, str]) -> dict[str, str]:
+    """Those of the flags that may not differ between the runs of a study."""
+    compared = identity.fixed_flags(flags) | identity.limits(flags)
+    return {flag: compared[flag] for flag in compared if flag not in identity.BATCH_FLAGS}
 
 
 def save(dataset: Dataset, name: str, line: str) -> None:
