@@ -160,9 +160,8 @@ class BlockRecorder(BlockFollower):
         self, stratum: int, index_N: Tensor, expert_N: Tensor, routing: Routing, row_N: Tensor
     ) -> None:
         strata = self.block.strata
-        cell_N = (
-            self.row_V[self.type_T[index_N]] * len(strata) + stratum
-        ) * strata.num_experts + expert_N
+        first_N = self.row_V[self.type_T[index_N]] * len(strata) + stratum
+        cell_N = first_N * strata.num_experts + expert_N
         self.counts.view(-1).index_add_(0, cell_N, torch.ones_like(cell_N))
 
 
