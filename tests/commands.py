@@ -192,7 +192,7 @@ def _fork(
 
 def touch_binarised(folder: Path, dataset: str, *pairs: str) -> Path:
     """Empty files in place of a data set's binarised text, for programs that do not read it."""
-    from smoe_fairseq.recipes.config import load_dataset
+    from smoe_fairseq.recipes.datasets import load_dataset
 
     binary = folder / "data" / dataset / "bin"
     binary.mkdir(parents=True, exist_ok=True)

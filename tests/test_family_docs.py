@@ -9,7 +9,8 @@ from sampling import soak
 from test_model import tiny
 
 from smoe_fairseq.errors import UsageError
-from smoe_fairseq.recipes.config import load_dataset, method_flags
+from smoe_fairseq.recipes.datasets import load_dataset
+from smoe_fairseq.recipes.methods import method_flags
 
 DOCS = Path(__file__).parents[1] / "docs"
 ROWS = [

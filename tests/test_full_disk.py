@@ -19,7 +19,7 @@ from test_table import FULL, ROOT, write_scores
 from smoe_fairseq import files
 from smoe_fairseq.errors import UsageError
 from smoe_fairseq.recipes import processes
-from smoe_fairseq.recipes.config import load_dataset
+from smoe_fairseq.recipes.datasets import load_dataset
 from smoe_fairseq.recipes.evaluation import scores
 from smoe_fairseq.recipes.evaluation.evaluate import Evaluation
 from smoe_fairseq.recipes.training import identity, train

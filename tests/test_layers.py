@@ -176,7 +176,7 @@ WRONG = {  # a file, and where the sentence points
     "modules/gate.py": ("def f():\n    from smoe_fairseq.errors import UsageError", ":2"),
     "models/size.py": ("from ..training import options", ":1"),
     "checkpoints/write.py": ("from smoe_fairseq import analysis", ":1"),
-    "analysis/inputs.py": ("from smoe_fairseq.recipes.config import load_dataset", ":1"),
+    "analysis/inputs.py": ("from smoe_fairseq.recipes.datasets import load_dataset", ":1"),
     "training/start.py": (
         "import importlib\nimportlib.import_module('smoe_fairseq.recipes.training.identity')",
         ":2",

@@ -21,7 +21,7 @@ from smoe_fairseq.checkpoints.model import known_options
 from smoe_fairseq.checkpoints.sets import Shards, run_reshard, weights_of
 from smoe_fairseq.cli import main
 from smoe_fairseq.errors import UsageError, naming_file, one_line
-from smoe_fairseq.recipes.config import read
+from smoe_fairseq.recipes.config_files import read
 from smoe_fairseq.recipes.data.download import extract
 
 

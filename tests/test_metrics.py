@@ -8,9 +8,9 @@ from commands import run, step_here
 from test_recipes import commands, write_dataset
 
 from smoe_fairseq.errors import UsageError
-from smoe_fairseq.recipes.config import arguments
 from smoe_fairseq.recipes.evaluation import metrics, scores
 from smoe_fairseq.recipes.evaluation.generate import best_translations
+from smoe_fairseq.recipes.program_flags import arguments
 
 REFERENCES = ["The cat, here  ", "猫坐在垫子上。", "one more line of text", "end"]
 TRANSLATIONS = ["The cat , here", "猫在垫子上。", "one line more of text ", "end"]

@@ -12,7 +12,7 @@ from test_recipes import commands, recipe, tiny_place, value, write_dataset
 
 from smoe_fairseq.checkpoints.io import open_checkpoint, rank_file
 from smoe_fairseq.errors import UsageError
-from smoe_fairseq.recipes.config import load_dataset
+from smoe_fairseq.recipes.datasets import load_dataset
 from smoe_fairseq.recipes.training.batch import plan_batch
 from smoe_fairseq.recipes.training.reshard import reshard
 

@@ -14,7 +14,7 @@ from ranks import free_port
 from sampling import soak
 
 from smoe_fairseq.errors import UsageError
-from smoe_fairseq.recipes.config import load_dataset
+from smoe_fairseq.recipes.datasets import load_dataset
 from smoe_fairseq.recipes.training import launcher, train
 from smoe_fairseq.recipes.training.launcher import Launch
 from smoe_fairseq.training import launch

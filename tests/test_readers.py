@@ -19,12 +19,12 @@ from test_recipes import write_dataset, write_text
 
 from smoe_fairseq.cli import main
 from smoe_fairseq.errors import UsageError
-from smoe_fairseq.recipes.config import load_dataset
 from smoe_fairseq.recipes.data import readers
 from smoe_fairseq.recipes.data.faults import words_in
 from smoe_fairseq.recipes.data.normalization import plain
 from smoe_fairseq.recipes.data.raw import find, gather, hash_position
 from smoe_fairseq.recipes.data.subwords import learn_from
+from smoe_fairseq.recipes.datasets import load_dataset
 
 SHARED = Path(__file__).parents[2] / "shared/data"
 PAIRS = [("one two", "daya biyu"), ("a & b < c", "á ƙ\u200b ɗ"), ("the last", "na ƙarshe")]

@@ -20,8 +20,8 @@ from commands import run as run_program
 from programs import wait_until
 from test_recipes import ROOT, commands, recipe, refusal, surroundings, table
 
-from smoe_fairseq.recipes.config import load_dataset
 from smoe_fairseq.recipes.data.binarise import check_texts
+from smoe_fairseq.recipes.datasets import load_dataset
 from smoe_fairseq.recipes.evaluation import scores
 from smoe_fairseq.recipes.evaluation.evaluate import Evaluation
 

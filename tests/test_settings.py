@@ -13,8 +13,10 @@ from test_table import table, write_scores
 
 from smoe_fairseq.errors import UsageError
 from smoe_fairseq.recipes import config
-from smoe_fairseq.recipes.config import arguments, load_dataset, method_flags, tables
+from smoe_fairseq.recipes.datasets import load_dataset
 from smoe_fairseq.recipes.evaluation.table import resource_classes
+from smoe_fairseq.recipes.methods import method_flags, tables
+from smoe_fairseq.recipes.program_flags import arguments
 
 
 @pytest.fixture

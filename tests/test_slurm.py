@@ -13,7 +13,7 @@ from programs import HANGS, wait_until
 from sampling import soak
 from test_recipes import ROOT
 
-from smoe_fairseq.recipes.config import tables
+from smoe_fairseq.recipes.methods import tables
 
 STAND_INS = {
     "sbatch": 'echo "$@" > submitted; echo "$NODES $GPUS $LAUNCHER $SMOE_SCRIPTS" > exported',

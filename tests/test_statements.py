@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from smoe_fairseq.recipes.config import load_dataset
+from smoe_fairseq.recipes.datasets import load_dataset
 from smoe_fairseq.recipes.evaluation.scores import Score
 from smoe_fairseq.recipes.study.results import Result
 from smoe_fairseq.recipes.study.statements import (

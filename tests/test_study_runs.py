@@ -7,7 +7,7 @@ import pytest
 from test_recipes import recipe, refusal
 
 from smoe_fairseq.errors import UsageError
-from smoe_fairseq.recipes.config import load_dataset
+from smoe_fairseq.recipes.datasets import load_dataset
 from smoe_fairseq.recipes.study import results as study_results
 from smoe_fairseq.recipes.study import runs as study
 from smoe_fairseq.recipes.training.launcher import Launch

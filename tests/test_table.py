@@ -13,10 +13,11 @@ import sacrebleu
 from commands import run
 from test_recipes import write_dataset
 
-from smoe_fairseq.recipes.config import arguments, load_dataset
+from smoe_fairseq.recipes.datasets import load_dataset
 from smoe_fairseq.recipes.evaluation.comparison import permutation_p
 from smoe_fairseq.recipes.evaluation.scores import Score
 from smoe_fairseq.recipes.evaluation.table import Column, average
+from smoe_fairseq.recipes.program_flags import arguments
 
 ROOT = Path(__file__).parents[1]
 SIGNATURE = "nrefs:1|tok:13a"
@@ -237,7 +238,7 @@ def test_classes_where_english_is_second(tmp_path):
 
 
 def opus_languages() -> list[str]:
-    from smoe_fairseq.recipes.config import load_dataset
+    from smoe_fairseq.recipes.datasets import load_dataset
 
     return list(load_dataset("opus100").languages[1:])
 

@@ -226,7 +226,7 @@ def _run(name: str, function: Callable, args: Namespace) -> None:
         options.pop(key, None)
     with _set_variables(settings):
         if "dataset" in options:
-            from smoe_fairseq.recipes.config import load_dataset  # imports omegaconf
+            from smoe_fairseq.recipes.datasets import load_dataset  # imports omegaconf
 
             options["dataset"] = load_dataset(args.dataset)
         function(**options)

@@ -30,7 +30,9 @@ from smoe_fairseq.checkpoints.model import saved_options
 from smoe_fairseq.errors import UsageError, naming_file, quietly
 from smoe_fairseq.flags import add_flag, at_least, flag_of
 from smoe_fairseq.models.memory import LENGTH, Run
-from smoe_fairseq.recipes.config import Dataset, arguments, load_dataset, method_flags, tables
+from smoe_fairseq.recipes.datasets import Dataset, load_dataset
+from smoe_fairseq.recipes.methods import method_flags, tables
+from smoe_fairseq.recipes.program_flags import arguments
 
 WITH_COSTS = ("m4", "m15")
 BASELINE = "moe"  # the row from which FLOPs of other rows are subtracted

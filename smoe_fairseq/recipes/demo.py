@@ -6,8 +6,8 @@ from pathlib import Path
 
 from smoe_fairseq.errors import quietly
 from smoe_fairseq.files import read_text
-from smoe_fairseq.recipes.config import Dataset
 from smoe_fairseq.recipes.data.prepare import prepare
+from smoe_fairseq.recipes.datasets import Dataset
 from smoe_fairseq.recipes.evaluation import scores
 from smoe_fairseq.recipes.evaluation.evaluate import evaluate
 from smoe_fairseq.recipes.evaluation.grid import markdown

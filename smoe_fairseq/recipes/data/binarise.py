@@ -23,11 +23,11 @@ from smoe_fairseq.files import (
     whole_files,
     whole_folder,
 )
-from smoe_fairseq.recipes.config import Dataset, both_orders
 from smoe_fairseq.recipes.data.download import extract
 from smoe_fairseq.recipes.data.raw import SPLITS, Section, copy_pairs, write_sizes
 from smoe_fairseq.recipes.data.subwords import encode_files
 from smoe_fairseq.recipes.data.text_files import Chunk, chunks, map_chunks
+from smoe_fairseq.recipes.datasets import Dataset, both_orders
 from smoe_fairseq.recipes.folders import shard_folders
 from smoe_fairseq.recipes.processes import warn
 from smoe_fairseq.subwords import read_subwords

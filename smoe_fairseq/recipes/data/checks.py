@@ -12,14 +12,15 @@ from tabulate import tabulate
 
 from smoe_fairseq.errors import UsageError
 from smoe_fairseq.forms import read_json
-from smoe_fairseq.recipes.config import FAIRSEQ_POSITIONS, Dataset
 from smoe_fairseq.recipes.data import readers
 from smoe_fairseq.recipes.data.binarise import UNKNOWN, read_index, token_dtype
 from smoe_fairseq.recipes.data.faults import MAX_RATIO, MAX_WORDS, SIDES, Faults
 from smoe_fairseq.recipes.data.text_files import parallel_map
+from smoe_fairseq.recipes.datasets import Dataset
 from smoe_fairseq.recipes.evaluation.metrics import tokenizer_of
 from smoe_fairseq.recipes.folders import LEFT_OUT, Folders, shard_folders
 from smoe_fairseq.recipes.processes import warn
+from smoe_fairseq.recipes.program_flags import FAIRSEQ_POSITIONS
 from smoe_fairseq.subwords import read_subwords
 
 REACHABLE = 99.9  # chrF++ below which subwords change too much

@@ -22,8 +22,8 @@ from typing import IO
 
 from smoe_fairseq.errors import UsageError
 from smoe_fairseq.files import check_plain, open_plain, put_in_place, whole_folder, write_whole
-from smoe_fairseq.recipes.config import Dataset
 from smoe_fairseq.recipes.data.raw import all_publisher_names
+from smoe_fairseq.recipes.datasets import Dataset
 
 ATTEMPTS = 3
 TIMEOUT_SECONDS = 60

@@ -12,10 +12,10 @@ from pathlib import Path, PurePosixPath
 import polib
 
 from smoe_fairseq.errors import UsageError
-from smoe_fairseq.recipes.config import Dataset
 from smoe_fairseq.recipes.data.download import read_members
 from smoe_fairseq.recipes.data.normalization import plain as normalized
 from smoe_fairseq.recipes.data.raw import SPLITS, Section, hash_position, write
+from smoe_fairseq.recipes.datasets import Dataset
 from smoe_fairseq.recipes.processes import warn
 
 ENGLISH = "en"

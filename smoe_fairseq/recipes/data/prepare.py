@@ -13,13 +13,14 @@ from smoe_fairseq.errors import UsageError
 from smoe_fairseq.flags import refusing_flags
 from smoe_fairseq.forms import read_json
 from smoe_fairseq.recipes.commands import CommandParser, add_subword_options
-from smoe_fairseq.recipes.config import FAIRSEQ_POSITIONS, Dataset, arguments, naming_settings
 from smoe_fairseq.recipes.data import raw
 from smoe_fairseq.recipes.data.binarise import binarised_folder
 from smoe_fairseq.recipes.data.checks import print_checks
 from smoe_fairseq.recipes.data.download import remote_files
+from smoe_fairseq.recipes.datasets import Dataset, naming_settings
 from smoe_fairseq.recipes.folders import Folders, package_folder, path_from_environment
 from smoe_fairseq.recipes.processes import command, dry_run, run, step, warn, whole_number
+from smoe_fairseq.recipes.program_flags import FAIRSEQ_POSITIONS, arguments
 from smoe_fairseq.recipes.training.launcher import cores
 
 # In the folder of binarised text: what it was made of, see `_origin`.

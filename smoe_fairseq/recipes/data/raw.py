@@ -18,12 +18,12 @@ from typing import Any
 
 from smoe_fairseq.errors import UsageError
 from smoe_fairseq.files import whole_folder, write_whole
-from smoe_fairseq.recipes.config import Dataset, both_orders
 from smoe_fairseq.recipes.data import readers
 from smoe_fairseq.recipes.data.faults import Faults
 from smoe_fairseq.recipes.data.normalization import plain
 from smoe_fairseq.recipes.data.readers import COMPRESSED, READERS, Pair
 from smoe_fairseq.recipes.data.text_files import parallel_map, progress
+from smoe_fairseq.recipes.datasets import Dataset, both_orders
 from smoe_fairseq.recipes.folders import LEFT_OUT, SIZES
 from smoe_fairseq.recipes.processes import warn
 

@@ -23,12 +23,12 @@ from smoe_fairseq.files import (
 from smoe_fairseq.flags import positive
 from smoe_fairseq.host_memory import machine_memory
 from smoe_fairseq.recipes.commands import add_subword_options
-from smoe_fairseq.recipes.config import arguments
 from smoe_fairseq.recipes.data import readers
 from smoe_fairseq.recipes.data.normalization import nfc_rules
 from smoe_fairseq.recipes.data.text_files import Chunk, count_lines, map_chunks
 from smoe_fairseq.recipes.folders import shard_names
 from smoe_fairseq.recipes.processes import warn
+from smoe_fairseq.recipes.program_flags import arguments
 from smoe_fairseq.subwords import read_subwords
 
 _SPECIAL_PIECES = 3  # <unk>, <s> and </s>, which fairseq adds to every dictionary

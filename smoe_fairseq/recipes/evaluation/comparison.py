@@ -12,7 +12,7 @@ from sacrebleu.metrics.base import Metric
 from sacrebleu.significance import PairedTest
 
 from smoe_fairseq.errors import UsageError, quietly
-from smoe_fairseq.recipes.config import Dataset
+from smoe_fairseq.recipes.datasets import Dataset
 from smoe_fairseq.recipes.evaluation import scores
 from smoe_fairseq.recipes.evaluation.evaluate import state_notes
 from smoe_fairseq.recipes.evaluation.grid import Grid, number

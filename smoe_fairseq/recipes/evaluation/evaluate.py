@@ -18,18 +18,10 @@ from smoe_fairseq.errors import UsageError, quietly
 from smoe_fairseq.files import write_whole
 from smoe_fairseq.flags import flag_of
 from smoe_fairseq.forms import read_json
-from smoe_fairseq.recipes.config import (
-    RECIPE_FLAGS,
-    Dataset,
-    Flags,
-    arguments,
-    flag_values,
-    method_flags,
-    naming_settings,
-)
 from smoe_fairseq.recipes.data.download import tokenizer_file
 from smoe_fairseq.recipes.data.raw import check
 from smoe_fairseq.recipes.data.text_files import count_lines, progress
+from smoe_fairseq.recipes.datasets import Dataset, naming_settings
 from smoe_fairseq.recipes.evaluation import generate, metrics, scores
 from smoe_fairseq.recipes.folders import (
     Folders,
@@ -40,7 +32,9 @@ from smoe_fairseq.recipes.folders import (
     test_file,
     whole_checkpoint,
 )
+from smoe_fairseq.recipes.methods import method_flags
 from smoe_fairseq.recipes.processes import command, dry_run, run, step, warn
+from smoe_fairseq.recipes.program_flags import RECIPE_FLAGS, Flags, arguments, flag_values
 from smoe_fairseq.recipes.training import identity
 from smoe_fairseq.recipes.training.train import data_arguments
 

@@ -16,9 +16,9 @@ from pathlib import Path
 from smoe_fairseq.errors import UsageError, quietly
 from smoe_fairseq.files import read_text, whole_file
 from smoe_fairseq.flags import flag_of
-from smoe_fairseq.recipes.config import parse_flags
 from smoe_fairseq.recipes.data.text_files import workers_for
 from smoe_fairseq.recipes.processes import whole_number
+from smoe_fairseq.recipes.program_flags import parse_flags
 from smoe_fairseq.recipes.training.launcher import Launch, plan_launch, visible_gpus
 
 # Generation options without effect on the search, or handled here.

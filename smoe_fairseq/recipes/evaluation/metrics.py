@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 from smoe_fairseq.errors import UsageError, quietly
 from smoe_fairseq.flags import refusing_flags
-from smoe_fairseq.recipes.config import Flags, arguments
 from smoe_fairseq.recipes.evaluation import scores
+from smoe_fairseq.recipes.program_flags import Flags, arguments
 
 AUTO = "auto"  # value of `sacrebleu.tokenize`: by target language
 DEFAULT = "13a"

@@ -19,9 +19,10 @@ from pathlib import Path
 from smoe_fairseq.errors import UsageError
 from smoe_fairseq.files import read_plain, read_text, write_whole
 from smoe_fairseq.forms import SCORES, read_json
-from smoe_fairseq.recipes.config import Dataset, arguments, flag_values
+from smoe_fairseq.recipes.datasets import Dataset
 from smoe_fairseq.recipes.folders import Folders, test_file
 from smoe_fairseq.recipes.processes import command, run_quietly
+from smoe_fairseq.recipes.program_flags import arguments, flag_values
 
 FILE = "scores.json"
 UNFINISHED = "test.partial"  # next to it: the folder of an incomplete evaluation

@@ -11,11 +11,12 @@ from dataclasses import dataclass
 
 from smoe_fairseq.errors import UsageError, quietly
 from smoe_fairseq.forms import read_json
-from smoe_fairseq.recipes.config import Dataset, method_flags, tables
+from smoe_fairseq.recipes.datasets import Dataset
 from smoe_fairseq.recipes.evaluation import metrics, scores
 from smoe_fairseq.recipes.evaluation.evaluate import again, state_notes
 from smoe_fairseq.recipes.evaluation.grid import FORMATS, Grid, number
 from smoe_fairseq.recipes.folders import SIZES, Folders, run_method, run_order, vocab_size
+from smoe_fairseq.recipes.methods import method_flags, tables
 from smoe_fairseq.recipes.processes import warn
 from smoe_fairseq.recipes.training import identity
 

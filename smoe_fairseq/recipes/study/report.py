@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 from smoe_fairseq.analysis.figures import new, save, styled
 from smoe_fairseq.errors import UsageError
 from smoe_fairseq.files import write_whole
-from smoe_fairseq.recipes.config import Dataset
+from smoe_fairseq.recipes.datasets import Dataset
 from smoe_fairseq.recipes.evaluation import scores
 from smoe_fairseq.recipes.evaluation.grid import Grid, markdown
 from smoe_fairseq.recipes.evaluation.table import system_costs

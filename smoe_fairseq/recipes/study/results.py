@@ -25,7 +25,7 @@ from smoe_fairseq.analysis.training_log import UPDATES
 from smoe_fairseq.errors import UsageError
 from smoe_fairseq.files import read_text, whole_folder, write_whole
 from smoe_fairseq.forms import read_json
-from smoe_fairseq.recipes.config import Dataset, arguments, flag_values, method_flags
+from smoe_fairseq.recipes.datasets import Dataset
 from smoe_fairseq.recipes.evaluation import scores
 from smoe_fairseq.recipes.evaluation.comparison import spearman
 from smoe_fairseq.recipes.evaluation.scores import Score
@@ -36,7 +36,9 @@ from smoe_fairseq.recipes.folders import (
     run_method,
     run_seed,
 )
+from smoe_fairseq.recipes.methods import method_flags
 from smoe_fairseq.recipes.processes import command
+from smoe_fairseq.recipes.program_flags import arguments, flag_values
 from smoe_fairseq.recipes.training import identity
 from smoe_fairseq.recipes.training.launcher import visible_gpus
 

@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 
 from smoe_fairseq.analysis.figures import DARK, LIGHT, MIDDLE, new, styled
 from smoe_fairseq.errors import quietly
-from smoe_fairseq.recipes.config import Dataset
+from smoe_fairseq.recipes.datasets import Dataset
 from smoe_fairseq.recipes.evaluation import comparison, scores
 from smoe_fairseq.recipes.evaluation.grid import MISSING, Grid
 from smoe_fairseq.recipes.study.results import Result, Systems

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
-from smoe_fairseq.recipes.config import Dataset
+from smoe_fairseq.recipes.datasets import Dataset
 from smoe_fairseq.recipes.evaluation.comparison import spearman
 from smoe_fairseq.recipes.evaluation.grid import MISSING, Grid, number
 from smoe_fairseq.recipes.evaluation.scores import CHRF, mean_of

@@ -6,8 +6,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from smoe_fairseq.errors import UsageError
-from smoe_fairseq.recipes.config import FAIRSEQ_POSITIONS, Dataset, Flags, flag_values, is_number
+from smoe_fairseq.recipes.datasets import Dataset
 from smoe_fairseq.recipes.folders import shard_folders
+from smoe_fairseq.recipes.program_flags import FAIRSEQ_POSITIONS, Flags, flag_values, is_number
 
 TOLERANCE = 0.02  # of the tokens requested
 SIZES = ("max-tokens", "batch-size")  # of one forward pass on one rank, in tokens or in sentences

@@ -4,9 +4,10 @@ from collections.abc import Sequence
 
 from smoe_fairseq.errors import UsageError, quietly
 from smoe_fairseq.host_memory import machine_memory
-from smoe_fairseq.recipes.config import Dataset, flag_values, parse_flags
+from smoe_fairseq.recipes.datasets import Dataset
 from smoe_fairseq.recipes.folders import Folders, vocab_size
 from smoe_fairseq.recipes.processes import whole_number
+from smoe_fairseq.recipes.program_flags import flag_values, parse_flags
 from smoe_fairseq.recipes.training.batch import longest_sentence
 from smoe_fairseq.recipes.training.launcher import Launch
 

@@ -12,8 +12,8 @@ from smoe_fairseq import files
 from smoe_fairseq.errors import UsageError
 from smoe_fairseq.files import write_whole
 from smoe_fairseq.forms import IDENTITY, read_json
-from smoe_fairseq.recipes.config import flag_values, is_number
 from smoe_fairseq.recipes.processes import warn
+from smoe_fairseq.recipes.program_flags import flag_values, is_number
 from smoe_fairseq.recipes.training.batch import SIZES, TOLERANCE
 
 FILE = "identity.json"  # in the run's folder

@@ -4,7 +4,7 @@ import os
 from collections.abc import Sequence
 
 from smoe_fairseq.errors import UsageError
-from smoe_fairseq.recipes.config import Flags
+from smoe_fairseq.recipes.program_flags import Flags
 from smoe_fairseq.recipes.training.launcher import Launch
 
 PRECISIONS = ("auto", "bf16", "fp16", "fp32")

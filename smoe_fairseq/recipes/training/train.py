@@ -7,18 +7,12 @@ from pathlib import Path
 
 from smoe_fairseq.errors import UsageError
 from smoe_fairseq.files import newest_checkpoint, open_plain
-from smoe_fairseq.recipes.config import (
-    Dataset,
-    Flags,
-    arguments,
-    dataset_file,
-    flag_values,
-    has_strata,
-    method_flags,
-    naming_settings,
-)
+from smoe_fairseq.recipes.config_files import dataset_file
+from smoe_fairseq.recipes.datasets import Dataset, naming_settings
 from smoe_fairseq.recipes.folders import Folders, package_folder, run_name, seed_of
+from smoe_fairseq.recipes.methods import has_strata, method_flags
 from smoe_fairseq.recipes.processes import command, dry_run, run, warn
+from smoe_fairseq.recipes.program_flags import Flags, arguments, flag_values
 from smoe_fairseq.recipes.training import identity, picture
 from smoe_fairseq.recipes.training.batch import (
     batch_choices,

@@ -1,0 +1,190 @@
+"""The YAML files in ``configs/``: where they are, their form, and reading them."""
+
+import math
+import os
+import re
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+import yaml
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from smoe_fairseq.errors import UsageError
+from smoe_fairseq.files import read_text
+from smoe_fairseq.forms import Number, Settings, check
+
+MAX_VALUES = 100_000  # of a YAML file, whose nested aliases can expand to gigabytes
+
+
+def config_folder() -> Path:
+    """``CONFIG_DIR``; by default ``configs`` of the installed package, or of the checkout."""
+    if variable := os.environ.get("CONFIG_DIR"):
+        folder = Path(variable)
+    else:
+        # Next to an installed package, a folder ``configs`` is not ours.
+        installed = Path(__file__).parent / "configs"
+        checkout = Path(__file__).parents[2] / "configs"
+        folder = installed if installed.is_dir() else checkout
+    if not (folder / "datasets").is_dir():
+        advice = "set CONFIG_DIR to the folder with datasets/ and methods/"
+        raise UsageError(f"{folder} holds no recipes: {advice}")
+    return folder
+
+
+def dataset_file(name: str) -> Path:
+    """The file of a data set."""
+    return config_folder() / "datasets" / f"{name}.yaml"
+
+
+_FAMILY = re.compile(r"(?P<family>.+?)-(?P<strata>((0|[1-9]\d*)-)*[1-9]\d*)")
+
+
+def method_file(name: str) -> tuple[Path, str]:
+    """The file of a method, and the sizes in its name if it is of a family; raises UsageError without one."""
+    folder = config_folder() / "methods"
+    files = {path.stem: path for path in sorted(folder.glob("*.yaml"), key=lambda path: path.stem)}
+
+    def is_family(stem: str) -> bool:
+        return re.search(r"\{(strata|layers)\}", read_text(files[stem])) is not None
+
+    if name in files and not is_family(name):
+        return files[name], ""
+    match = _FAMILY.fullmatch(name)
+    if match and match["family"] in files and is_family(match["family"]):
+        return files[match["family"]], match["strata"]
+    known = [f"{stem}-A-B-..." if is_family(stem) else stem for stem in files]
+    raise UsageError(f"unknown method {name!r}: choose one of {', '.join(known)}")
+
+
+def _names(*words: str) -> re.Pattern:
+    """A pattern of file names, in which ``{word}`` is a placeholder for each of ``words``."""
+    return re.compile(rf"([^{{}}]|\{{({'|'.join(words)})\}})+")
+
+
+CHECKPOINT = re.compile(r"best|last|average:[1-9][0-9]*")  # of a run
+_COUNT = Number(1, whole=True)
+_SHARE = Settings(share=Number(0, 1), most=_COUNT)
+_SPLITS = Settings(train=str, valid=str, test=str)
+_NAME = _names("split", "pair", "sorted", "language", "code")  # of a publisher's files
+_DROP = {"drop", "keep"}
+# Flags of a program: a word, several, or none (`true`: the bare flag; `false`: not at all).
+_WORD = (float, str)
+_FLAGS = {re.compile(r"[A-Za-z][\w-]*"): (None, bool, *_WORD, [_WORD])}
+_TRAINING_FLAGS = {
+    **_FLAGS,
+    **{f"{name}?": (None, _COUNT) for name in ("max-tokens", "batch-size", "max-update")},
+    **{f"max-{side}-positions?": (None, _COUNT) for side in ("source", "target")},
+    "update-freq?": (None, _COUNT, re.compile(r"\[?\d+(, ?\d+)*\]?"), [_COUNT]),
+    "seed?": (None, Number(0, 2**31 - 1, whole=True)),
+    "lr?": (None, Number(0), str, list),
+}
+# The form of a data set's file.
+SCHEMA: dict[str, Any] = {
+    "base": str,
+    "pairs": [str],
+    "experts": _COUNT,
+    "shards": Number(1, 1000, whole=True),  # whose files are all open at once
+    "batch": {str: _COUNT},
+    "precision": str,
+    "raw": Settings(
+        builtin=str,
+        url=_names("file"),
+        sha256={str: str},
+        files=(_NAME, Settings(train=_NAME, valid=_NAME, test=_NAME)),
+        splits=_SPLITS,
+        split={"lines", "hash"},
+        codes={str: str},
+        archives=[Settings(url=str, file=str, size=int, sha256=str)],
+        parallel=Settings(test=_COUNT, valid=_COUNT),
+        binarised=Settings(text=str, test=_names("pair", "language"), vocabulary=str),
+        messages=Settings(layout=_names("language"), words=int, valid=_SHARE, test=_SHARE),
+    ),
+    "source": Settings(datasets=str, config=str, splits=_SPLITS, sacrebleu=str),
+    "clean": Settings(
+        {"max-ratio": Number(1), "max-words": Number(1)},
+        repeated=_DROP,
+        equal=_DROP,
+        overlap=_DROP | {"drop-all"},
+    ),
+    "subwords": _FLAGS,
+    "task": _FLAGS,
+    "train": _TRAINING_FLAGS,
+    "generate": _FLAGS,
+    "validate": Settings(
+        {name: _COUNT for name in ("sentences", "every", "patience", "beam")},
+        metric={"chrf", "bleu"},
+    ),
+    "checkpoint": CHECKPOINT,
+    "sacrebleu": {**_FLAGS, "width?": (None, _COUNT)},
+    "study": [str],
+    "methods": {str: _TRAINING_FLAGS},
+    "margins": Settings({name: Number(0) for name in ("loss", "chrF++", "BLEU")}),
+    "statements": {str: [str, str]},
+    "classes": {str: [str]},
+}
+# The keys that are required after merging a file with its bases.
+_SPLIT = {"share": float, "most": int}
+REQUIRED = {
+    "shards": int,
+    "precision": str,
+    "checkpoint": str,
+    "subwords": {"vocab-size": int},
+    "raw": {
+        "archives?": [{"url": str}],
+        "files?": (str, {"train": str, "valid": str, "test": str}),
+        "messages?": {"layout": str, "words": int, "valid": _SPLIT, "test": _SPLIT},
+        "binarised?": {"text": str, "test": str, "vocabulary": str},
+        "parallel": {"valid": int, "test": int},
+    },
+}
+
+
+# What YAML 1.1 reads as numbers to the bases 8 and 60: 0100 is 64, and 1:30 is 90.
+_ODD = re.compile(r"[-+]?0[0-7_]+|[-+]?[1-9][\d_]*(:[0-5]?\d)+")
+
+
+def read(path: Path, keys: Collection[str]) -> dict[str, Any]:
+    """The content of a YAML file; keys without a value are left out.
+
+    Raises:
+        UsageError: the file cannot be read, is not YAML, does not match `SCHEMA`, or has a key that is not
+            in ``keys``.
+    """
+    text = read_text(path)
+    try:
+        node = yaml.compose(text)
+        if not isinstance(node, yaml.MappingNode | None):
+            raise UsageError(f"{path}: expected keys and values such as `pairs: [eng-nso]`")
+        if (values := _count_values(node, {})) > MAX_VALUES:
+            count = f"{values:,} values, with what its aliases repeat"
+            raise UsageError(f"{path} has {count}: expected at most {MAX_VALUES:,}")
+        for token in yaml.scan(text):
+            if not isinstance(token, yaml.ScalarToken):
+                continue
+            line = f"{path}, line {token.start_mark.line + 1}"
+            if token.plain and _ODD.fullmatch(token.value):
+                expected = "expected a number without leading 0, or text in quotes"
+                raise UsageError(f"{line}: {token.value}: {expected}")
+            # OmegaConf takes ??? for a value that is missing; no program takes a null byte.
+            if token.value == "???" or "\0" in token.value:
+                raise UsageError(f"{line}: {token.value!r}: expected another value")
+        content = OmegaConf.to_container(OmegaConf.create(text))
+    except (yaml.YAMLError, OmegaConfBaseException) as error:
+        raise UsageError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from None
+    check(content, Settings({key: SCHEMA[key] for key in keys}), path)
+    return {key: value for key, value in content.items() if value is not None}
+
+
+def _count_values(node: yaml.Node | None, known: dict[int, float]) -> float:
+    """The number of values in a part of a YAML file, with aliases expanded."""
+    if not isinstance(node, yaml.CollectionNode):
+        return 1
+    if id(node) not in known:
+        known[id(node)] = math.inf  # if it contains itself
+        parts = node.value
+        if isinstance(node, yaml.MappingNode):
+            parts = [part for pair in node.value for part in pair]
+        known[id(node)] = 1 + sum(_count_values(part, known) for part in parts)
+    return known[id(node)]

@@ -1,0 +1,183 @@
+"""Data sets: the files of ``configs/datasets`` merged over what they are based on."""
+
+import contextlib
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from smoe_fairseq.errors import UsageError
+from smoe_fairseq.forms import check
+from smoe_fairseq.recipes.config_files import (
+    REQUIRED,
+    SCHEMA,
+    config_folder,
+    dataset_file,
+    method_file,
+    read,
+)
+from smoe_fairseq.recipes.program_flags import RECIPE_FLAGS, Flags, flag_values
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """A file of ``configs/datasets`` merged over ``configs/common.yaml``, which explains the keys."""
+
+    name: str
+    pairs: tuple[str, ...]
+    experts: int | None
+    shards: int
+    batch: dict[str, int]
+    precision: str
+    raw: dict[str, Any]
+    source: dict[str, Any]
+    clean: dict[str, Any]
+    subwords: dict[str, Any]
+    task: Flags
+    train: Flags
+    generate: Flags
+    validate: dict[str, Any]
+    checkpoint: str
+    sacrebleu: Flags
+    study: list[str]
+    methods: dict[str, Flags]
+    margins: dict[str, float]
+    statements: dict[str, list[str]]
+    classes: dict[str, list[str]]
+
+    @property
+    def languages(self) -> tuple[str, ...]:
+        """All languages in order of appearance, which is the order of their tokens."""
+        return tuple(dict.fromkeys(lang for pair in self.pairs for lang in pair.split("-")))
+
+    @property
+    def directions(self) -> tuple[str, ...]:
+        """``source-target`` in the paper's order: first into the first language, then out of it."""
+        return tuple(both_orders(pair)[1] for pair in self.pairs) + self.pairs
+
+    @property
+    def hub(self) -> str:
+        """The language of most pairs, such as English: the first such one."""
+        return Counter("-".join(self.pairs).split("-")).most_common(1)[0][0]
+
+    def pair_of(self, direction: str) -> str:
+        """The pair whose files contain a direction's text."""
+        return next(pair for pair in both_orders(direction) if pair in self.pairs)
+
+
+def both_orders(pair: str) -> tuple[str, str]:
+    """A pair and its reverse: ``en-de`` and ``de-en``."""
+    return pair, "-".join(reversed(pair.split("-")))
+
+
+_KINDS = ("--arch", "--task", "--criterion", "--optimizer", "--lr-scheduler")
+
+
+@contextlib.contextmanager
+def naming_settings(
+    dataset: Dataset, sections: Sequence[str], typed: Sequence[str] = ()
+) -> Iterator[None]:
+    """Add file and setting to an error about a flag that a section sets and the user did not type."""
+    try:
+        yield
+    except UsageError as error:
+        unknown = re.match(r"unrecognized arguments: ([^\s;]+)", str(error))
+        named = re.search(r"--([\w-]+)", str(error))
+        values = flag_values(typed)
+        kinds = [f"{kind} {values[kind]}" for kind in _KINDS if unknown and kind in values]
+        message = ": ".join([*kinds, str(error)])  # each kind has flags of its own
+        for section in sections:
+            settings = _section(vars(dataset), section)
+            lists = {f: list(map(str, x)) for f, x in settings.items() if isinstance(x, list)}
+            split = next((f for f, x in lists.items() if unknown and unknown[1] in x), None)
+            flag = split or named and named[1]
+            if flag not in settings or f"--{flag}" in values:
+                continue
+            file = dataset_file(dataset.name)
+            while file.stem != "common":
+                own = read(file, SCHEMA)
+                if flag in _section(own, section):
+                    break
+                file = config_folder() / f"{own.get('base', 'common')}.yaml"
+            advice = f" (`{flag}: false` leaves --{flag} out)" if unknown else ""
+            if split:
+                one_word = f"({', '.join(lists[split])})"
+                advice = f" (a list is several words; one is `{flag}: '{one_word}'`)"
+            raise UsageError(f"{file}: `{section}.{flag}`: {message}{advice}") from None
+        if kinds:
+            raise UsageError(message) from None
+        raise
+
+
+def _section(content: Mapping, section: str) -> Mapping:
+    """A section such as ``train`` or ``methods.moe``; empty if it is missing."""
+    for key in section.split("."):
+        content = content.get(key) or {}
+    return content
+
+
+def load_dataset(name: str) -> Dataset:
+    """Read ``configs/datasets/NAME.yaml``; raises UsageError for an unknown name or key."""
+    path = dataset_file(name)
+    # The recipe's steps would parse a name that starts with a dash as a flag.
+    files = (config_folder() / "datasets").glob("*.yaml")
+    known = sorted(file.stem for file in files if file.stem[0] != "-")
+    if name not in known:
+        known = ", ".join(known)
+        raise UsageError(f"unknown dataset {name!r}, as {path} is missing: choose one of {known}")
+    empty = {key: type(form)() for key, form in SCHEMA.items() if isinstance(form, dict | list)}
+    merged = empty | OmegaConf.to_container(_merge_bases(path))
+    pairs = merged.get("pairs")
+    if not pairs or not all(map(_is_pair, pairs)):
+        value = pairs or "missing"
+        expected = (
+            "expected a list such as [en-de, eng-fra], of two different codes without hyphens"
+        )
+        raise UsageError(f"{path}: `pairs` is {value}: {expected} (docs/recipes.md)")
+    check(merged, REQUIRED, path)
+    if twice := [pair for n, pair in enumerate(pairs) if {*both_orders(pair)} & {*pairs[:n]}]:
+        raise UsageError(f"{path}: `pairs` has {twice[0]} twice: one entry makes both directions")
+    known_languages = {language for pair in pairs for language in pair.split("-")}
+    for key, languages in merged["classes"].items():
+        if others := sorted(set(languages) - known_languages):
+            raise UsageError(f"{path}: `classes.{key}` has {others[0]}, which none of `pairs` has")
+    statements = {f"statements.{each}": both for each, both in merged["statements"].items()}
+    for statement, (first, second) in statements.items():
+        if first == second:
+            raise UsageError(f"{path}: `{statement}` compares {first} with itself")
+    named = {"study": merged["study"], "methods": merged["methods"], **statements}
+    for key, methods in named.items():
+        for method in methods:
+            try:
+                method_file(method)
+            except UsageError as error:
+                raise UsageError(f"{path}: `{key}`: {error}") from None
+    for key in RECIPE_FLAGS & merged["generate"].keys():
+        raise UsageError(f"{path}: `generate.{key}` is set by the recipe")
+    values = {key: merged.get(key) for key in SCHEMA if key != "base"}
+    return Dataset(name=name, **(values | {"pairs": tuple(pairs)}))
+
+
+def _is_pair(name: str) -> bool:
+    """Whether a name consists of two languages."""
+    match = re.fullmatch(r"([^-\s/]+)-([^-\s/]+)", name)
+    return match is not None and match[1] != match[2]
+
+
+def _merge_bases(path: Path, derived: tuple[Path, ...] = ()) -> DictConfig | dict:
+    """Merge a file over its ``base``, and so on to ``common``; ``derived`` are the files based on it."""
+    own = read(path, SCHEMA)
+    base = own.pop("base", "common")
+    if path.stem == "common":
+        return own
+    below = config_folder() / f"{base}.yaml"
+    derived += (path.resolve(),)
+    if below.resolve() in derived:
+        raise UsageError(f"{path}: its `base` {base} stands on it in turn")
+    if not below.exists():
+        raise UsageError(f"{path}: its `base` {base!r}: {below} is missing")
+    return OmegaConf.merge(_merge_bases(below, derived), own)

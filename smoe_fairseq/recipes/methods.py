@@ -1,0 +1,52 @@
+"""Methods: their training flags on a data set; the paper's tables."""
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from smoe_fairseq.errors import UsageError
+from smoe_fairseq.recipes.config_files import dataset_file, method_file, read
+from smoe_fairseq.recipes.datasets import Dataset
+from smoe_fairseq.recipes.program_flags import Flags
+
+MOE_FREQ = 2  # every second layer is an MoE layer, unless the data set sets moe-freq
+
+
+def method_flags(name: str, dataset: Dataset) -> Flags:
+    """The training flags of a method, from ``NAME.yaml``, or for ``FAMILY-4-12`` from ``FAMILY.yaml``.
+
+    In these files ``{experts}`` stands for the data set's number of experts, and ``{moe-freq}`` for its
+    ``moe-freq`` (default: 2). In a family's file ``{strata}`` stands for the sizes in the method's name
+    (``4-12``), and ``{layers}`` for the same with commas. The data set's ``methods`` override the file.
+
+    Raises:
+        UsageError: the method is unknown, or needs ``experts`` and the data set does not set it.
+    """
+    path, strata = method_file(name)
+
+    def fill(value):
+        if not isinstance(value, str):
+            return value
+        value = value.replace("{strata}", strata).replace("{layers}", strata.replace("-", ","))
+        value = value.replace("{moe-freq}", str(dataset.train.get("moe-freq", MOE_FREQ)))
+        if "{experts}" in value and dataset.experts is None:
+            needed = f"`experts` is missing, and {name} needs it; expected a number such as 8"
+            raise UsageError(f"{dataset_file(dataset.name)}: {needed}")
+        return value.replace("{experts}", str(dataset.experts))
+
+    flags = read(path, {"train"}).get("train", {})
+    own = dataset.methods.get(name, {})
+    return {key: fill(value) for key, value in (flags | own).items()}
+
+
+def has_strata(flags: Flags) -> bool:
+    """Whether a method's flags make a layer of several strata, so that requested capacity differs."""
+    return "-" in str(flags.get("smoe-strata", "")) and not flags.get("moe-stacked")
+
+
+@cache
+def tables() -> dict[str, Any]:
+    """The paper's tables (arXiv 2305.02176) by name; parameters and FLOPs are in millions."""
+    return OmegaConf.to_container(OmegaConf.load(Path(__file__).with_name("paper_tables.yaml")))
