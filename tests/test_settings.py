@@ -12,9 +12,9 @@ from test_recipes import ROOT
 from test_table import table, write_scores
 
 from smoe_fairseq.errors import UsageError
-from smoe_fairseq.recipes import config
+from smoe_fairseq.recipes import config_files, datasets, program_flags
+from smoe_fairseq.recipes.compare.table import resource_classes
 from smoe_fairseq.recipes.datasets import load_dataset
-from smoe_fairseq.recipes.evaluation.table import resource_classes
 from smoe_fairseq.recipes.methods import method_flags, tables
 from smoe_fairseq.recipes.program_flags import arguments
 
@@ -181,8 +181,8 @@ def test_what_no_search_can_do_is_told_with_its_setting(configs, flags):
     configs({"pairs": ["a-b"], "generate": {"beam": 5, **flags}})
     words = ["data", "--path", "x", *arguments(load_dataset("odd").generate)]
     with pytest.raises(UsageError, match=f"odd.yaml: `generate.{next(iter(flags))}`"):
-        with config.naming_settings(load_dataset("odd"), ["generate"]):
-            config.parse_flags("fairseq-generate", words)
+        with datasets.naming_settings(load_dataset("odd"), ["generate"]):
+            program_flags.parse_flags("fairseq-generate", words)
 
 
 def test_bases_that_are_missing_or_stand_on_one_another(configs):
@@ -198,7 +198,7 @@ def test_bases_that_are_missing_or_stand_on_one_another(configs):
 
 def test_a_file_that_cannot_be_read(configs):
     configs({}).unlink()
-    (Path(config.config_folder()) / "datasets/odd.yaml").mkdir()
+    (Path(config_files.config_folder()) / "datasets/odd.yaml").mkdir()
     assert refusal().endswith("datasets/odd.yaml cannot be read: Is a directory")
 
 
@@ -218,13 +218,13 @@ def test_methods_fill_in_experts_and_strata(configs):
 
 def test_recipes_are_found_beside_an_installed_package_too(tmp_path, monkeypatch):
     monkeypatch.delenv("CONFIG_DIR", raising=False)
-    assert config.config_folder() == ROOT / "configs"
+    assert config_files.config_folder() == ROOT / "configs"
     (tmp_path / "configs/datasets").mkdir(parents=True)
-    monkeypatch.setattr(config, "__file__", str(tmp_path / "reading.py"))
-    assert config.config_folder() == tmp_path / "configs"
+    monkeypatch.setattr(config_files, "__file__", str(tmp_path / "reading.py"))
+    assert config_files.config_folder() == tmp_path / "configs"
     monkeypatch.setenv("CONFIG_DIR", str(tmp_path))
     with pytest.raises(UsageError, match="holds no recipes: set CONFIG_DIR to the folder with"):
-        config.config_folder()
+        config_files.config_folder()
 
 
 def test_every_system_and_column_of_the_paper_is_one_of_the_recipes():

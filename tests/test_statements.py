@@ -4,26 +4,28 @@ import math
 
 import pytest
 
-from smoe_fairseq.recipes.datasets import load_dataset
-from smoe_fairseq.recipes.evaluation.scores import Score
-from smoe_fairseq.recipes.study.results import Result
-from smoe_fairseq.recipes.study.statements import (
-    AHEAD,
-    BEHIND,
-    EQUAL,
+from smoe_fairseq.recipes.compare.statements import (
     MEASURES,
-    OPEN,
-    Difference,
     Statement,
     difference,
     draw_statements,
-    holm,
     judge,
     measures_of,
     statements_of,
     statements_table,
+)
+from smoe_fairseq.recipes.compare.statistics import (
+    AHEAD,
+    BEHIND,
+    EQUAL,
+    OPEN,
+    Difference,
+    holm,
     verdicts,
 )
+from smoe_fairseq.recipes.datasets import load_dataset
+from smoe_fairseq.recipes.evaluation.scores import Score
+from smoe_fairseq.recipes.study.results import Result
 
 
 def result(method: str, seed: int, loss: float, points: float = 10.0, machine="m", torch="2.13"):

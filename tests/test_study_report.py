@@ -10,7 +10,7 @@ from commands import step_here
 from test_recipes import recipe, refusal
 from test_table import change_scores, write_translations
 
-from smoe_fairseq.recipes.study import report as study_report
+from smoe_fairseq.recipes.compare import report as study_report
 from smoe_fairseq.recipes.study import results as study_results
 
 ROOT = Path(__file__).parents[1]

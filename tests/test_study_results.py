@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from commands import step_here
 
-from smoe_fairseq.recipes.study import report as study_report
+from smoe_fairseq.recipes.compare import report as study_report
 from smoe_fairseq.recipes.study import results as study_results
 
 ROOT = Path(__file__).parents[1]

@@ -13,10 +13,10 @@ import sacrebleu
 from commands import run
 from test_recipes import write_dataset
 
+from smoe_fairseq.recipes.compare.statistics import permutation_p
+from smoe_fairseq.recipes.compare.table import Column, average
 from smoe_fairseq.recipes.datasets import load_dataset
-from smoe_fairseq.recipes.evaluation.comparison import permutation_p
 from smoe_fairseq.recipes.evaluation.scores import Score
-from smoe_fairseq.recipes.evaluation.table import Column, average
 from smoe_fairseq.recipes.program_flags import arguments
 
 ROOT = Path(__file__).parents[1]

@@ -100,12 +100,12 @@ RECIPES = {
         ("SEEDS", "JOBS", *_TRAINING, *_COMET, "RESULTS_DIR", *_FOLDERS),
     ),
     "report": Command(
-        "study.report:write_report",
+        "compare.report:write_report",
         "write tables and pictures of the runs of a study",
         ("RESULTS_DIR", "CONFIG_DIR"),
     ),
     "table": Command(
-        "evaluation.table:print_table",
+        "compare.table:print_table",
         "print the scores of a data set's runs, and the paper's",
         ("DATA_DIR", "RUN_DIR", "CONFIG_DIR"),
     ),
@@ -126,7 +126,7 @@ STEPS = {
     "binarise": Command("data.binarise:binarise", "step: subwords to numbers"),
     "reshard": Command("training.reshard:reshard", "step: checkpoints for other numbers of ranks"),
     "tokenizer": Command("data.download:fetch_tokenizer", "step: sacreBLEU's tokenizer model"),
-    "methods": Command("evaluation.table:print_methods", "step: the methods of a table"),
+    "methods": Command("compare.table:print_methods", "step: the methods of a table"),
 }
 _OPERANDS = {
     "dataset": "a file of configs/datasets",

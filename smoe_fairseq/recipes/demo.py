@@ -6,12 +6,12 @@ from pathlib import Path
 
 from smoe_fairseq.errors import quietly
 from smoe_fairseq.files import read_text
+from smoe_fairseq.recipes.compare.grid import markdown
+from smoe_fairseq.recipes.compare.table import side_by_side
 from smoe_fairseq.recipes.data.prepare import prepare
 from smoe_fairseq.recipes.datasets import Dataset
 from smoe_fairseq.recipes.evaluation import scores
 from smoe_fairseq.recipes.evaluation.evaluate import evaluate
-from smoe_fairseq.recipes.evaluation.grid import markdown
-from smoe_fairseq.recipes.evaluation.table import side_by_side
 from smoe_fairseq.recipes.folders import Folders, checkpoint_file, run_name, test_file
 from smoe_fairseq.recipes.processes import command, dry_run, run
 from smoe_fairseq.recipes.training.train import train

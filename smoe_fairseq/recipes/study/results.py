@@ -25,9 +25,9 @@ from smoe_fairseq.analysis.training_log import UPDATES
 from smoe_fairseq.errors import UsageError
 from smoe_fairseq.files import read_text, whole_folder, write_whole
 from smoe_fairseq.forms import read_json
+from smoe_fairseq.recipes.compare.statistics import spearman
 from smoe_fairseq.recipes.datasets import Dataset
 from smoe_fairseq.recipes.evaluation import scores
-from smoe_fairseq.recipes.evaluation.comparison import spearman
 from smoe_fairseq.recipes.evaluation.scores import Score
 from smoe_fairseq.recipes.folders import (
     Folders,

@@ -14,6 +14,7 @@ from pathlib import Path
 from smoe_fairseq.errors import UsageError
 from smoe_fairseq.files import check_plain, lock_folder, open_plain
 from smoe_fairseq.host_memory import machine_memory
+from smoe_fairseq.recipes.compare.report import write_report
 from smoe_fairseq.recipes.datasets import Dataset
 from smoe_fairseq.recipes.evaluation import scores
 from smoe_fairseq.recipes.folders import Folders, run_name, seeds_of
@@ -29,7 +30,6 @@ from smoe_fairseq.recipes.processes import (
 )
 from smoe_fairseq.recipes.program_flags import flag_values
 from smoe_fairseq.recipes.study import results
-from smoe_fairseq.recipes.study.report import write_report
 from smoe_fairseq.recipes.training.launcher import cores, plan_launch, visible_gpus
 from smoe_fairseq.recipes.training.train import plan
 

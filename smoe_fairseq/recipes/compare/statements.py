@@ -9,18 +9,14 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-import numpy as np
 from matplotlib.figure import Figure
 
 from smoe_fairseq.analysis.figures import DARK, LIGHT, MIDDLE, new, styled
-from smoe_fairseq.errors import quietly
+from smoe_fairseq.recipes.compare.grid import MISSING, Grid
+from smoe_fairseq.recipes.compare.statistics import LEVEL, Difference, verdicts
 from smoe_fairseq.recipes.datasets import Dataset
-from smoe_fairseq.recipes.evaluation import comparison, scores
-from smoe_fairseq.recipes.evaluation.grid import MISSING, Grid
+from smoe_fairseq.recipes.evaluation import scores
 from smoe_fairseq.recipes.study.results import Result, Systems
-
-LEVEL = 0.05
-AHEAD, BEHIND, EQUAL, OPEN = "ahead", "behind", "equal within the margin", "open"
 
 
 @dataclass(frozen=True)
@@ -65,39 +61,6 @@ def measures_of(dataset: Dataset) -> dict[str, Measure]:
     return {name: replace(MEASURES[name], margin=margin) for name, margin in margins.items()}
 
 
-@dataclass(frozen=True)
-class Difference:
-    """The first system's values minus the second's, by seed."""
-
-    by_seed: Mapping[int | None, float]
-    margin: float
-
-    @property
-    def values(self) -> np.ndarray:
-        return np.array(list(self.by_seed.values()), dtype=float)
-
-    def interval(self) -> comparison.Interval:
-        """The mean and its 95 percent interval by Student's t; needs at least one seed."""
-        return comparison.interval(self.values)
-
-    def p_different(self) -> float:
-        """The p-value of the two-sided t-test that the mean is not zero."""
-        return self._p(0, "two-sided")
-
-    def p_equal(self) -> float:
-        """The p-value of the two one-sided t-tests that the mean is within the margin."""
-        return max(self._p(-self.margin, "greater"), self._p(self.margin, "less"))
-
-    def _p(self, mean: float, alternative: str) -> float:
-        from scipy import stats  # slow to import
-
-        if len(self.values) < 2:
-            return 1.0
-        with quietly():  # scipy warns of equal values
-            p = float(stats.ttest_1samp(self.values, mean, alternative=alternative).pvalue)
-        return 1.0 if math.isnan(p) else p
-
-
 def pairs(systems: Systems, statement: Statement) -> dict[int | None, tuple[Result, Result]]:
     """The runs of both systems, by common seed."""
     both = (systems.get(method, ()) for method in (statement.first, statement.second))
@@ -114,30 +77,6 @@ def difference(systems: Systems, statement: Statement, measure: Measure) -> Diff
     }
     finite = {seed: value for seed, value in diff.items() if math.isfinite(value)}
     return Difference(finite, measure.margin)
-
-
-def holm(p_values: Sequence[float]) -> list[float]:
-    """p-values corrected by Holm (1979), to be compared with the level itself."""
-    adjusted, highest = [1.0] * len(p_values), 0.0
-    for rank, i in enumerate(sorted(range(len(p_values)), key=p_values.__getitem__)):
-        highest = max(highest, min(1.0, (len(p_values) - rank) * p_values[i]))
-        adjusted[i] = highest
-    return adjusted
-
-
-def verdicts(differences: Sequence[Difference], sign: int) -> list[str]:
-    """The verdicts of all statements in one measure; ``sign`` as in `Measure`."""
-    equal = holm([d.p_equal() for d in differences])
-    different = holm([d.p_different() for d in differences])
-
-    def verdict(d: Difference, p_equal: float, p_different: float) -> str:
-        if p_equal < LEVEL:
-            return EQUAL
-        if p_different >= LEVEL:
-            return OPEN
-        return AHEAD if sign * d.interval().mean > 0 else BEHIND
-
-    return [*map(verdict, differences, equal, different)]
 
 
 Verdicts = Mapping[str, Sequence[tuple[Difference, str]]]

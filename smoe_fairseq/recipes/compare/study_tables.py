@@ -7,14 +7,14 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
+from smoe_fairseq.recipes.compare.grid import MISSING, Grid, number
+from smoe_fairseq.recipes.compare.statements import MEASURES
+from smoe_fairseq.recipes.compare.statistics import spearman
+from smoe_fairseq.recipes.compare.table import average, columns
 from smoe_fairseq.recipes.datasets import Dataset
-from smoe_fairseq.recipes.evaluation.comparison import spearman
-from smoe_fairseq.recipes.evaluation.grid import MISSING, Grid, number
 from smoe_fairseq.recipes.evaluation.scores import CHRF, mean_of
-from smoe_fairseq.recipes.evaluation.table import average, columns
 from smoe_fairseq.recipes.folders import run_method, run_seed
 from smoe_fairseq.recipes.study.results import Result, Systems, means
-from smoe_fairseq.recipes.study.statements import MEASURES
 
 
 def systems_table(

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 
 from smoe_fairseq.errors import UsageError, quietly
 from smoe_fairseq.forms import read_json
+from smoe_fairseq.recipes.compare.grid import FORMATS, Grid, number
 from smoe_fairseq.recipes.datasets import Dataset
 from smoe_fairseq.recipes.evaluation import metrics, scores
 from smoe_fairseq.recipes.evaluation.evaluate import again, state_notes
-from smoe_fairseq.recipes.evaluation.grid import FORMATS, Grid, number
 from smoe_fairseq.recipes.folders import SIZES, Folders, run_method, run_order, vocab_size
 from smoe_fairseq.recipes.methods import method_flags, tables
 from smoe_fairseq.recipes.processes import warn
@@ -99,7 +99,7 @@ def print_table(dataset: Dataset, format: str, metric: str, compare: Sequence[st
     metric = next(name for name in scores.METRICS if name.lower() == metric)
     if compare:
         # sacreBLEU is slow to import.
-        from smoe_fairseq.recipes.evaluation.comparison import comparison
+        from smoe_fairseq.recipes.compare.comparison import comparison
 
         grid = comparison(dataset, *compare, metric)
     else:

@@ -9,22 +9,22 @@ from matplotlib.figure import Figure
 from smoe_fairseq.analysis.figures import new, save, styled
 from smoe_fairseq.errors import UsageError
 from smoe_fairseq.files import write_whole
-from smoe_fairseq.recipes.datasets import Dataset
-from smoe_fairseq.recipes.evaluation import scores
-from smoe_fairseq.recipes.evaluation.grid import Grid, markdown
-from smoe_fairseq.recipes.evaluation.table import system_costs
-from smoe_fairseq.recipes.folders import run_method, run_order
-from smoe_fairseq.recipes.processes import dry_run, warn
-from smoe_fairseq.recipes.study import results as study_results
-from smoe_fairseq.recipes.study import tables
-from smoe_fairseq.recipes.study.results import Result, Systems, folder_of
-from smoe_fairseq.recipes.study.statements import (
+from smoe_fairseq.recipes.compare import study_tables
+from smoe_fairseq.recipes.compare.grid import Grid, markdown
+from smoe_fairseq.recipes.compare.statements import (
     draw_statements,
     judge,
     measures_of,
     statements_of,
     statements_table,
 )
+from smoe_fairseq.recipes.compare.table import system_costs
+from smoe_fairseq.recipes.datasets import Dataset
+from smoe_fairseq.recipes.evaluation import scores
+from smoe_fairseq.recipes.folders import run_method, run_order
+from smoe_fairseq.recipes.processes import dry_run, warn
+from smoe_fairseq.recipes.study import results as study_results
+from smoe_fairseq.recipes.study.results import Result, Systems, folder_of
 
 FILE = "report.md"
 COLOURS = ("black", "#3f6ea8", "#9dbcdc", "#a2641b", "#d9a066", "#b0413e", "#5b8c5a", "#777777")
@@ -62,12 +62,12 @@ def write_report(dataset: Dataset) -> None:
     for name, figure in pictures.items():
         save(figure, folder / name)
         parts.append(f"![{name}]({name}.png)")
-    add("Systems", tables.systems_table(dataset, systems, costs))
+    add("Systems", study_tables.systems_table(dataset, systems, costs))
     if dataset.classes:
-        add("By resource", tables.by_class(dataset, systems))
-    add("Requested capacity", tables.capacity_table(systems))
-    add("BLEU by direction", tables.directions_table(dataset, systems))
-    add("Runs", tables.runs_table(dataset, everything))
+        add("By resource", study_tables.by_class(dataset, systems))
+    add("Requested capacity", study_tables.capacity_table(systems))
+    add("BLEU by direction", study_tables.directions_table(dataset, systems))
+    add("Runs", study_tables.runs_table(dataset, everything))
     write_whole(folder / FILE, "\n\n".join(part.rstrip() for part in parts) + "\n")
     runs = sum(map(len, everything.values()))
     what = f"what {runs} runs show" if runs > 1 else "what one run shows"

@@ -1,99 +1,27 @@
 """Comparison of two systems (``--compare``): bootstrap over sentences, tests and intervals over seeds."""
 
 import math
-import os
 import statistics
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 import numpy as np
-from sacrebleu.metrics.base import Metric
-from sacrebleu.significance import PairedTest
 
 from smoe_fairseq.errors import UsageError, quietly
+from smoe_fairseq.recipes.compare.grid import Grid, number
+from smoe_fairseq.recipes.compare.statistics import (
+    PERMUTATIONS,
+    SAMPLES,
+    mean_p_value,
+    p_value,
+    paired,
+    permutation_p,
+)
 from smoe_fairseq.recipes.datasets import Dataset
 from smoe_fairseq.recipes.evaluation import scores
 from smoe_fairseq.recipes.evaluation.evaluate import state_notes
-from smoe_fairseq.recipes.evaluation.grid import Grid, number
 from smoe_fairseq.recipes.evaluation.metrics import flags_for, metrics_of, parsed
 from smoe_fairseq.recipes.folders import Folders, run_method, run_order, run_seed, test_file
-
-SAMPLES = 1000  # of the bootstrap
-PERMUTATIONS = 200_000  # the most that are computed
-BySeed = Mapping[int | None, float]
-
-
-@dataclass(frozen=True)
-class Interval:
-    """A ``mean`` over ``count`` seeds with its 95 percent interval, which a single seed does not have."""
-
-    mean: float
-    low: float | None
-    high: float | None
-    count: int
-
-    def __format__(self, spec: str) -> str:
-        """``spec`` is the format of each number."""
-        numbers = (self.mean, self.low, self.high)
-        mean, low, high = (None if n is None else format(n, spec or "+.2f") for n in numbers)
-        return mean if low is None else f"{mean} [{low}, {high}]"
-
-
-def interval(values: Sequence[float]) -> Interval:
-    """The mean and the interval of Student's t-test."""
-    count, mean = len(values), statistics.fmean(values)
-    if count < 2:
-        return Interval(mean, None, None, count)
-    from scipy import special  # slow to import
-
-    error = float(np.std(values, ddof=1)) / math.sqrt(count)
-    width = float(special.stdtrit(count - 1, 0.975)) * error
-    return Interval(mean, mean - width, mean + width, count)
-
-
-def paired(first: BySeed, second: BySeed) -> Interval | None:
-    """``second`` minus ``first`` over their common seeds, with the interval of the paired t-test.
-
-    Runs are paired by seed because the seed determines the order of batches. None without a common seed.
-    """
-    common = [seed for seed in first if seed in second]
-    return interval([second[seed] - first[seed] for seed in common]) if common else None
-
-
-def spearman(first: np.ndarray, second: np.ndarray) -> float:
-    """Spearman's rank correlation; NaN if all values of one are equal."""
-    from scipy import stats
-
-    with quietly():  # scipy warns of equal values
-        return float(stats.spearmanr(first, second).statistic)
-
-
-def p_value(metric: Metric, first: np.ndarray, second: np.ndarray) -> float:
-    """The p-value of sacreBLEU's paired bootstrap, given its counts ``(sentences, counts)`` of two systems.
-
-    For equal scores it is 1: no sample's difference is smaller. sacreBLEU counts only larger ones.
-    The counts of several translations of a sentence may be summed, so that they are drawn together. The
-    random seed is sacreBLEU's (``SACREBLEU_SEED``), so that a comparison is reproducible.
-    """
-    metric._extract_corpus_statistics = lambda counts, references: counts
-    systems = [("first", first), ("second", second)]
-    with quietly():
-        test = PairedTest(systems, {"": metric}, None, test_type="bs", n_samples=SAMPLES)
-        ((one, other),) = (values for name, values in test()[1].items() if name != "System")
-    return 1.0 if one.score == other.score else other.p_value
-
-
-def mean_p_value(first: np.ndarray, second: np.ndarray) -> float:
-    """As `p_value` for a metric that is a mean over sentences; the arguments are ``(sentences,)``."""
-    apart = (second - first).astype(np.float64)
-    seed = os.environ.get("SACREBLEU_SEED", "12345")
-    draw = np.random.default_rng(None if seed.lower() == "none" else int(seed))
-    samples = np.abs(apart[draw.choice(len(apart), (SAMPLES, len(apart)))].mean(1))
-    return float(((samples - samples.mean() >= abs(apart.mean())).sum() + 1) / (SAMPLES + 1))
-
-
-# ``--compare A B``
 
 
 def comparison(dataset: Dataset, first: str, second: str, metric: str = scores.BLEU) -> Grid:
@@ -178,24 +106,6 @@ class _System:
 
     def translations(self, direction: str) -> list[Path]:
         return [scores.translations_of(self.folder / run, direction) for run in self.runs]
-
-
-def permutation_p(first: Sequence[float], second: Sequence[float]) -> float | None:
-    """The two-sided p-value of the permutation test; None unless both have two runs.
-
-    It draws `PERMUTATIONS` if there are more.
-    """
-    if min(len(first), len(second)) < 2:
-        return None
-    from scipy import stats
-
-    def distance(one: np.ndarray, other: np.ndarray, axis: int) -> np.ndarray:
-        # Equal means may differ in the last digits, by the order of summation.
-        return np.abs(one.mean(axis) - other.mean(axis)).round(9)
-
-    options = {"alternative": "greater", "n_resamples": PERMUTATIONS, "random_state": 12345}
-    options["batch"] = 10_000  # as many fit into memory
-    return float(stats.permutation_test((first, second), distance, **options).pvalue)
 
 
 def _smallest_p_note(first: Sequence[float], second: Sequence[float]) -> str:

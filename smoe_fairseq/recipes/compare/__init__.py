@@ -1,0 +1,1 @@
+"""Comparing trained systems: the table, ``--compare``, and the statements of a study."""
