@@ -102,6 +102,8 @@ setup(
         "hydra-core>=1.3.2,<1.4",
         "omegaconf>=2.3,<2.4",
         "jinja2>=3.1,<4",
+        "langcodes>=3.4,<4",
+        "language-data>=1.3,<2",
         "lxml>=4.9",
         "numpy>=2,<3",
         "polib>=1.2,<2",

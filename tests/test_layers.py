@@ -26,12 +26,13 @@ LAYERS = {
     "subwords": {"errors", "files"},
     "forms": {"errors", "files"},
     "host_memory": set(),
+    "languages": set(),
     "compat": {"errors", "files", "forms"},
     "modules": set(),
-    "translate": {"errors", "files", "flags", "forms", "modules"},
+    "translate": {"errors", "files", "flags", "forms", "languages", "modules"},
     "models": {
-        *("compat", "errors", "files", "flags", "host_memory", "modules", "subwords"),
-        "translate",
+        *("compat", "errors", "files", "flags", "host_memory", "languages", "modules"),
+        *("subwords", "translate"),
     },
     "criterions": {"errors", "flags", "models", "modules"},
     "huggingface": {"errors", "files", "forms", "modules", "subwords"},
@@ -41,7 +42,7 @@ LAYERS = {
     },
     "training": {
         *("checkpoints", "compat", "criterions", "ending", "errors", "files", "flags"),
-        *("host_memory", "models", "modules", "subwords", "translate"),
+        *("host_memory", "languages", "models", "modules", "subwords", "translate"),
     },
     "analysis": {
         *(ROOT, "checkpoints", "errors", "files", "flags", "forms", "models", "modules"),
@@ -54,6 +55,7 @@ LAYERS = {
         "flags",
         "forms",
         "host_memory",
+        "languages",
         "models",
         "translate",
     },
@@ -65,8 +67,8 @@ LAYERS[ROOT] = {"compat"}
 # The one list of names of higher layers: what the plugin adds to fairseq, imported only with it.
 NAMED_BY_COMPAT = (Path("compat/__init__.py"), "ADDITIONS")
 WITHOUT_FAIRSEQ = (
-    *("ending", "errors", "files", "flags", "forms", "host_memory", "huggingface", "modules"),
-    "subwords",
+    *("ending", "errors", "files", "flags", "forms", "host_memory", "huggingface"),
+    *("languages", "modules", "subwords"),
 )
 # At import time: the start-up hook waits for them.
 STANDARD_LIBRARY_ONLY = ("errors", "files", "forms")

@@ -20,7 +20,6 @@ from test_recipes import write_dataset, write_text
 from smoe_fairseq.cli import main
 from smoe_fairseq.errors import UsageError
 from smoe_fairseq.recipes.data import readers
-from smoe_fairseq.recipes.data.faults import words_in
 from smoe_fairseq.recipes.data.normalization import plain
 from smoe_fairseq.recipes.data.raw import find, gather, hash_position
 from smoe_fairseq.recipes.data.subwords import learn_from
@@ -295,11 +294,6 @@ def test_records_without_a_language_count_as_empty(tmp_path, dataset, monkeypatc
     assert left_out == {"en-ha": {"read": 12, "kept": 9, "empty": 3}}
     tested = {"tsv": 12, "tmx": 10}.get(kind, 9)  # in TMX, one has an empty segment
     assert len(lines(tmp_path / "raw", "test.en-ha.en")) == tested
-
-
-def test_words_of_scripts_without_blanks():
-    counts = {"a b c": 3, "日本語": 3, "日本 and 語": 4, "คน": 2, "é à": 2}
-    assert {text: words_in(text) for text in counts} == counts
 
 
 def test_a_data_set_of_hugging_face(tmp_path, dataset):

@@ -1,24 +1,14 @@
 """Faults of a pair of sentences, judged by the text alone."""
 
-import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+from smoe_fairseq.languages import words_in
 from smoe_fairseq.recipes.data.readers import Pair
 
 MAX_RATIO, MAX_WORDS = 9, 250
 FAULTS = ("empty", "repeated", "equal", "overlap", "max-ratio", "max-words")
 SIDES = ("source", "target", "both")
-# A letter of a script without spaces between words, or a word of another script.
-_WORDS = re.compile(
-    r"[\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff\U00020000-\U0003ffff]"
-    r"|[^\s\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff\U00020000-\U0003ffff]+"
-)
-
-
-def words_in(text: str) -> int:
-    """The number of words; of letters in Chinese, Japanese, Thai, Lao, Khmer and Burmese."""
-    return text.count(" ") + 1 if text.isascii() else len(_WORDS.findall(text))
 
 
 class Faults:

@@ -1,0 +1,95 @@
+"""Names of languages: BCP 47 and FLORES codes, ISO 639-1 and 639-3, English names; and how they are written.
+
+``de``, ``deu``, ``de-DE``, ``deu_Latn`` and ``German`` are names of one language; so are ``nb`` and ``no``,
+and those of a macrolanguage and its main member, such as ``zh`` and ``cmn``. A name that no language has,
+such as ``xx``, stands for itself alone.
+"""
+
+import re
+from functools import lru_cache
+
+import langcodes
+import regex
+from langcodes import Language
+
+# Scripts without spaces between words, by ISO 15924 codes, and a letter of one of them.
+UNSPACED = frozenset(
+    "Hani Hans Hant Jpan Hira Kana Thai Laoo Khmr Mymr Tibt Tavt Tale Talu Lana Bali Java Yiii".split()
+)
+_SCRIPTS = sorted(UNSPACED - {"Hans", "Hant", "Jpan"})
+_UNSPACED = "".join(rf"\p{{Script={script}}}" for script in _SCRIPTS)
+_WORDS = regex.compile(rf"[{_UNSPACED}]\p{{M}}*|[^\s{_UNSPACED}]+")
+_PERHAPS = re.compile("[\u0e00-\u1bff\u2e80-\uabff\uf900-\ufaff\U00016000-\U0003ffff]")  # is faster
+
+
+@lru_cache(4096)
+def language_of(name: str) -> Language | None:
+    """The language that a code or an English name stands for; None if it is no language's."""
+    try:
+        language = Language.get(name.strip())
+        return language if language.is_valid() else None
+    except (LookupError, ValueError):
+        pass
+    try:
+        return langcodes.find(name.strip()) if len(name) > 3 else None
+    except LookupError:
+        return None
+
+
+def code_of(name: str) -> str:
+    """The ISO 639-1 code, or else 639-3, of a language (of its macrolanguage for ``cmn``, ``arb`` and others
+    that are the main one of theirs); the name itself if it is no language's.
+    """
+    if (language := language_of(name)) is None:
+        return name
+    code = language.prefer_macrolanguage().language or name
+    return {"no": "nb"}.get(code, code)
+
+
+def is_unspaced(name: str) -> bool:
+    """Whether a language is written without spaces between its words."""
+    language = language_of(name)
+    return language is not None and language.maximize().script in UNSPACED
+
+
+def words_in(text: str) -> int:
+    """The number of words; of letters in scripts without spaces between words."""
+    if text.isascii() or not _PERHAPS.search(text):
+        return len(text.split())
+    return len(_WORDS.findall(text))
+
+
+@lru_cache(4096)
+def assign(wanted: tuple[str, ...], names: tuple[str, ...]) -> tuple[str | None, ...]:
+    """The one of ``names`` that stands for each ``wanted`` language; None for a language that has none.
+
+    The same spelling comes first, so that ``pt`` and ``pt-BR``, if both are wanted, are told apart; then the
+    nearest of the names, such as ``zh-CN`` before ``zh-TW`` for ``zh``.
+    """
+    plain = {name: name.strip().casefold().replace("_", "-") for name in (*wanted, *names)}
+    found = {w: name for name in reversed(names) for w in wanted if plain[w] == plain[name]}
+    for language in wanted:
+        free = [name for name in names if name not in found.values() and _is_same(language, name)]
+        if language not in found and free:
+            found[language] = min(free, key=lambda name: _distance(language, name))
+    return tuple(map(found.get, wanted))
+
+
+def are_languages(names: tuple[str, ...]) -> bool:
+    """Whether all names are languages, no two the same, as in a header (but ``No``, ``Ja`` are words)."""
+    known = [name for name in names if language_of(name) and (len(name) > 3 or not name.istitle())]
+    return len({code_of(name) for name in known}) == len(names)
+
+
+def _is_same(one: str, other: str) -> bool:
+    """Whether two names may stand for one language: scripts and countries differ only if both name theirs."""
+    first, second = language_of(one), language_of(other)
+    if first is None or second is None or code_of(one) != code_of(other):
+        return False
+    scripts = {x.maximize().script for x in (first, second) if x.script or x.territory}
+    countries = {x.territory for x in (first, second) if x.territory}
+    return len(scripts) < 2 and len(countries) < 2
+
+
+def _distance(one: str, other: str) -> int:
+    return langcodes.tag_distance(language_of(one), language_of(other))

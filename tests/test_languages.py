@@ -1,0 +1,53 @@
+"""What the names of languages mean."""
+
+import pytest
+
+from smoe_fairseq.languages import are_languages, assign, code_of, is_unspaced, words_in
+
+
+@pytest.mark.parametrize(
+    ("wanted", "names", "found"),
+    [
+        ("en de", "de-DE en-US", "en-US de-DE"),
+        ("en de", "German English", "English German"),
+        ("eng deu", "DE en", "en DE"),
+        ("en de", "deu_Latn eng_Latn", "eng_Latn deu_Latn"),
+        ("nob arb", "ar no", "no ar"),
+        ("nb nn", "nn nb", "nb nn"),
+        ("nn en", "no en", "None en"),
+        ("pt pt-BR", "pt-BR pt-PT", "pt-PT pt-BR"),
+        ("pt pt_BR", "pt-br", "None pt-br"),
+        ("zh en", "zh-TW zh-CN en", "zh-CN en"),
+        ("zho_Hans zho_Hant", "zh-TW zh-CN", "zh-CN zh-TW"),
+        ("zho_Hans en", "zh-TW en", "None en"),
+        ("en-GB de", "en-US de", "None de"),
+        ("xx de", "XX yy", "XX None"),
+        ("tgl msa", "zsm fil", "fil zsm"),
+    ],
+)
+def test_names_of_one_language_are_assigned_to_it(wanted, names, found):
+    made = assign(tuple(wanted.split()), tuple(names.split()))
+    assert " ".join(map(str, made)) == found
+
+
+def test_a_line_of_languages_is_told_from_sentences():
+    assert are_languages(("French", "ita"))
+    for sentences in [("German", "Deutsch"), ("Yes", "Ja"), ("xx", "yy"), ("A", "en"), ("", "de")]:
+        assert not are_languages(sentences)
+
+
+def test_code_and_script_of_languages():
+    names = "zho_Hans cmn jpn kor deu_Latn Tibetan ptbr nso"
+    assert " ".join(map(code_of, names.split())) == "zh zh ja ko de bo ptbr nso"
+    unspaced = "zh yue ja tha_Thai lo khm my bod dz"
+    assert all(map(is_unspaced, unspaced.split()))
+    assert not any(map(is_unspaced, "ko vi en ar hi am ka xx".split()))
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [("two words", 2), ("zwei Wörter", 2), ("中文字", 3), ("ひらがなABC", 5), ("ภาษาไทย", 7)]
+    + [("བོད་སྐད", 5), ("한국어 문장", 2), ("日本 and 語", 4)],
+)
+def test_lengths_are_by_script(text, words):
+    assert words_in(text) == words
