@@ -1,8 +1,6 @@
-"""Reading plain files, writing files and folders atomically, and locking folders."""
+"""Reading plain files; writing files and folders atomically."""
 
-import atexit
 import errno
-import fcntl
 import functools
 import hashlib
 import os
@@ -11,12 +9,10 @@ import secrets
 import shutil
 import socket
 import stat
-import sys
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import BinaryIO
 
@@ -63,40 +59,6 @@ def check_plain(path: Path | str) -> None:
     """Raise UsageError for a pipe or a device, since reading it may never end; a missing file passes."""
     if _is_special(os.fspath(path)):
         raise UsageError(f"{path} is a pipe or a device; expected a file")
-
-
-def rank_files(path: Path | str, suffix: str = "") -> dict[int, Path]:
-    """The existing files of the set ``path`` (experts in a file per rank), by rank.
-
-    Args:
-        suffix: after the names, such as that of pending files.
-    """
-    path = Path(path)
-    pattern = re.compile(
-        rf"{re.escape(path.stem)}-rank-(\d+){re.escape(path.suffix)}{re.escape(suffix)}"
-    )
-    files = path.parent.iterdir() if path.parent.is_dir() else ()
-    by_rank = {int(m[1]): file for file in files if (m := pattern.fullmatch(file.name))}
-    return dict(sorted(by_rank.items()))
-
-
-def newest_checkpoint(folder: Path) -> Path | None:
-    """The newest checkpoint, unless there is a ``checkpoint_last.pt``; None without any.
-
-    Without that, training would start anew and replace the checkpoint. Names are
-    ``checkpointEPOCH.pt``, at the epoch's end, and ``checkpoint_EPOCH_UPDATES.pt`` within it.
-    """
-    checkpoints = {}
-    for file in folder.glob("checkpoint*.pt"):
-        name = re.fullmatch(
-            r"(checkpoint(?:_(last|best)|_?(\d+)(?:_(\d+))?))(-\w+-?\d+)*\.pt", file.name
-        )
-        if name and name[2] == "last":
-            return None
-        if name:
-            order = (int(name[3] or 0), float(name[4] or "inf"), file.stat().st_mtime)
-            checkpoints[order] = folder / f"{name[1]}.pt"
-    return checkpoints[max(checkpoints)] if checkpoints else None
 
 
 @contextmanager
@@ -250,13 +212,13 @@ def open_plain(path: Path, append: bool = False) -> BinaryIO:
     if path.is_file() and path.lstat().st_nlink > 1 and not path.is_symlink():
         with whole_file(path) as partial:
             shutil.copyfile(path, partial)
-    opened = _open_plain(path, os.O_WRONLY | (os.O_APPEND if append else 0))
+    opened = open_descriptor(path, os.O_WRONLY | (os.O_APPEND if append else 0))
     if not append:
         os.ftruncate(opened, 0)
     return open(opened, "ab" if append else "wb")
 
 
-def _open_plain(path: Path, flags: int) -> int:
+def open_descriptor(path: Path, flags: int) -> int:
     """The descriptor of a plain file, which is created if it is missing; raises as `open_plain`."""
     try:
         opened = os.open(path, flags | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
@@ -360,116 +322,3 @@ def _is_about(error: Exception, paths: list[str]) -> bool:
     named = [Path(os.path.abspath(n)) for n in names if isinstance(n, str | os.PathLike)]
     pairs = [(a, Path(os.path.abspath(b))) for a in named for b in paths]
     return not named or any(a.is_relative_to(b) or b.is_relative_to(a) for a, b in pairs)
-
-
-# Locks: one run at a time in a folder. A process holds the lock on a file until it ends.
-#
-# It is a POSIX record lock (``fcntl.lockf``). The kernel releases it however the process ends, NFS
-# servers support it across machines, and forked data-loading processes do not inherit it, so a
-# killed run leaves no lock behind. (``flock`` guarantees neither of the last two.) Closing any
-# descriptor of the file releases the lock, so the file is opened in one place, once.
-
-TRAINING, RECIPE, EVALUATION = "training.lock", "recipe.lock", "evaluation.lock"
-PREPARATION = "preparation.lock"
-_UNSUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
-
-
-class InUse(UsageError):
-    """Another process holds the lock of the folder."""
-
-
-_held: dict[Path, int] = {}  # lock files that this process holds, with their descriptors
-
-
-def lock_folder(folder: Path, name: str = TRAINING) -> None:
-    """Hold the lock of a folder until this process ends; calling it again changes nothing.
-
-    Raises:
-        InUse: another process holds it; the message names the process.
-        UsageError: the folder cannot be locked.
-    """
-    file = folder.resolve() / name
-    if file in _held:
-        return
-    opened = _lock(file)
-    if opened is None:
-        return
-    if not _held:
-        atexit.register(release_all, os.getpid())
-    _held[file] = opened
-    since = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
-    with suppress(OSError):  # the lock also holds on a full disk
-        os.ftruncate(opened, 0)
-        holder = f"process {os.getpid()} on {socket.gethostname()}, since {since}\n"
-        os.write(opened, holder.encode())
-
-
-def check_free(folder: Path, name: str = TRAINING) -> None:
-    """Raise InUse if another process holds the lock of the folder; does not acquire it."""
-    file = folder.resolve() / name
-    if file not in _held and os.path.lexists(file):
-        opened = _lock(file)
-        if opened is not None:
-            os.close(opened)
-
-
-def _lock(file: Path) -> int | None:
-    """The locked file's descriptor; None, with a warning, if the file system has no locks."""
-    while True:
-        try:
-            opened = _open_plain(file, os.O_RDWR)
-        except OSError as error:
-            raise UsageError(f"{file} cannot be written: {error.strerror}") from None
-        try:
-            fcntl.lockf(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            holder = os.pread(opened, 1000, 0).decode("utf-8", "replace").strip()
-            os.close(opened)
-            if error.errno in _UNSUPPORTED:
-                print(
-                    f"warning: {file.parent} is on a file system without locks: make sure that no "
-                    "other run saves there",
-                    file=sys.stderr,
-                    flush=True,
-                )
-                return None
-            if error.errno not in (errno.EACCES, errno.EAGAIN):
-                raise UsageError(f"{file} cannot be locked: {error.strerror}") from None
-            raise InUse(
-                f"{file.parent} is in use by another run ({holder or 'it does not say which'}): wait "
-                "for it or stop it, or choose another folder (--save-dir of fairseq-train, RUN_DIR or "
-                "DATA_DIR of the scripts)"
-            ) from None
-        # A process that ends removes its lock file, perhaps after we opened it.
-        if _is_same(opened, file):
-            return opened
-        os.close(opened)
-
-
-def _is_same(opened: int, file: Path) -> bool:
-    try:
-        return os.path.samestat(os.fstat(opened), file.stat())
-    except FileNotFoundError:
-        return False
-
-
-def unlock_folder(folder: Path, name: str = TRAINING) -> None:
-    """Release a lock before this process ends; does nothing if it does not hold it."""
-    file = folder.resolve() / name
-    if file in _held:
-        _release(file, _held.pop(file))
-
-
-def _release(file: Path, opened: int) -> None:
-    if _is_same(opened, file):
-        file.unlink(missing_ok=True)
-    os.close(opened)
-
-
-def release_all(owner: int) -> None:
-    """Remove the lock files at exit. A killed process leaves its file, which locks nothing."""
-    if os.getpid() != owner:
-        return  # a forked process holds no lock
-    for file, opened in _held.items():
-        _release(file, opened)
-    _held.clear()

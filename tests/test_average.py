@@ -15,8 +15,8 @@ from test_expert_parallel_checkpoints import call, refusal
 from test_family_training import member_flags
 from test_training import train as train_smoe
 
-from smoe_fairseq.checkpoints.io import rank_file
 from smoe_fairseq.checkpoints.sets import Shards
+from smoe_fairseq.compat.checkpoint_names import rank_file
 
 SAVED = (1, 2, 3, 4)  # updates
 

@@ -14,8 +14,9 @@ from ranks import Ranks
 from sampling import soak
 from test_expert_parallel import checkpoint, flags, furthest, whole
 
-from smoe_fairseq.checkpoints.io import Record, open_checkpoint, rank_file
+from smoe_fairseq.checkpoints.io import Record, open_checkpoint
 from smoe_fairseq.checkpoints.sets import Shards
+from smoe_fairseq.compat.checkpoint_names import rank_file
 from smoe_fairseq.errors import UsageError
 
 KILLS = 6
@@ -120,7 +121,7 @@ def killed_while_publishing(moment: str, arguments):
 
     def replace(source, target):
         if str(target).endswith("checkpoint_last-rank-1.pt") and str(source).endswith(
-            sharded_checkpoints.io.PENDING
+            sharded_checkpoints.PENDING
         ):
             count[0] += 1
             if count[0] == 5:

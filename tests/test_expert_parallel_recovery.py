@@ -9,9 +9,9 @@ from ranks import free_port
 from sampling import soak
 from test_expert_parallel import checkpoint, flags, furthest, whole
 
-from smoe_fairseq.checkpoints.io import pending, rank_file
 from smoe_fairseq.checkpoints.sets import Shards
 from smoe_fairseq.cli import main
+from smoe_fairseq.compat.checkpoint_names import pending, rank_file
 
 LAST = "checkpoint_last.pt"
 

@@ -16,7 +16,7 @@ from test_recipes import server, write_dataset
 from test_recipes_archives import opus100
 from test_table import FULL, ROOT, write_scores
 
-from smoe_fairseq import files
+from smoe_fairseq import files, locks
 from smoe_fairseq.errors import UsageError
 from smoe_fairseq.recipes import processes
 from smoe_fairseq.recipes.datasets import load_dataset
@@ -191,8 +191,8 @@ def test_a_run_whose_identity_cannot_be_saved(tmp_path, monkeypatch):
         UsageError, match=r"identity\.json cannot be saved: No space left on device"
     ):
         identity.claim("moe", tmp_path / "data", ["--save-dir", str(folder), "--lr", "1"], 1)
-    assert [path.name for path in folder.iterdir()] == [files.RECIPE]
-    files.release_all(os.getpid())
+    assert [path.name for path in folder.iterdir()] == [locks.RECIPE]
+    locks.release_all(os.getpid())
     assert not list(folder.iterdir())
 
 

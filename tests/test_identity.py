@@ -9,7 +9,7 @@ from test_lock import holder
 from test_recipes import recipe, refusal
 from test_signals import ended, training  # noqa: F401
 
-from smoe_fairseq import files
+from smoe_fairseq import files, locks
 from smoe_fairseq.errors import UsageError
 from smoe_fairseq.recipes.training import identity
 
@@ -31,7 +31,7 @@ def run(tmp_path, monkeypatch):
         except UsageError as error:
             return str(error)
         finally:
-            files.release_all(os.getpid())
+            locks.release_all(os.getpid())
 
     yield claim
 
@@ -185,7 +185,7 @@ def test_through_the_script(tmp_path, training):  # noqa: F811
 def test_another_machine_of_the_run_joins_it(started, tmp_path, monkeypatch):
     """As long as it is given the same; what an older run has left says nothing of this one."""
     monkeypatch.setattr(identity, "TIMEOUT_SECONDS", 0.3)
-    first = holder(started, files.RECIPE)
+    first = holder(started, locks.RECIPE)
     own = ("moe", tmp_path / "bin", [*WORDS, "--save-dir", str(started)])
     with pytest.raises(UsageError, match="is in use by another run"):
         identity.claim(*own, 1)

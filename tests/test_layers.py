@@ -22,6 +22,7 @@ LAYERS = {
     "errors": set(),
     "ending": {"errors"},
     "files": {"errors"},
+    "locks": {"errors", "files"},
     "flags": {"errors"},
     "subwords": {"errors", "files"},
     "forms": {"errors", "files"},
@@ -42,11 +43,11 @@ LAYERS = {
     },
     "training": {
         *("checkpoints", "compat", "criterions", "ending", "errors", "files", "flags"),
-        *("host_memory", "languages", "models", "modules", "subwords", "translate"),
+        *("host_memory", "languages", "locks", "models", "modules", "subwords", "translate"),
     },
     "analysis": {
-        *(ROOT, "checkpoints", "errors", "files", "flags", "forms", "models", "modules"),
-        *("subwords", "translate"),
+        *(ROOT, "checkpoints", "compat", "errors", "files", "flags", "forms", "models"),
+        *("modules", "subwords", "translate"),
     },
     "serve": {
         "analysis",
@@ -68,10 +69,10 @@ LAYERS[ROOT] = {"compat"}
 NAMED_BY_COMPAT = (Path("compat/__init__.py"), "ADDITIONS")
 WITHOUT_FAIRSEQ = (
     *("ending", "errors", "files", "flags", "forms", "host_memory", "huggingface"),
-    *("languages", "modules", "subwords"),
+    *("languages", "locks", "modules", "subwords"),
 )
 # At import time: the start-up hook waits for them.
-STANDARD_LIBRARY_ONLY = ("errors", "files", "forms")
+STANDARD_LIBRARY_ONLY = ("errors", "files", "forms", "locks")
 
 
 def violations(package: Path) -> list[str]:

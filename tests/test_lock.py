@@ -14,7 +14,7 @@ from commands import PLUGIN, refused, touch_binarised
 from programs import wait_until
 from test_recipes import recipe
 
-from smoe_fairseq import files
+from smoe_fairseq import locks
 from smoe_fairseq.errors import UsageError
 
 SMALL = f"""--user-dir {PLUGIN} --cpu --num-workers 0 --arch smoe_transformer_tiny --encoder-layers 2
@@ -26,9 +26,9 @@ SMALL = f"""--user-dir {PLUGIN} --cpu --num-workers 0 --arch smoe_transformer_ti
 HOLD = """
 import sys, time
 from pathlib import Path
-from smoe_fairseq import files
+from smoe_fairseq import locks
 from smoe_fairseq.errors import ends_with_sentence
-ends_with_sentence()(files.lock_folder)(Path(sys.argv[1]), *sys.argv[2:])
+ends_with_sentence()(locks.lock_folder)(Path(sys.argv[1]), *sys.argv[2:])
 print("held", flush=True)
 sys.stdin.read()
 """
@@ -53,21 +53,21 @@ def test_second_is_refused_by_name_until_the_first_ends(tmp_path):
     assert f"{tmp_path} is in use" in sentence
     assert f"process {first.pid} on {socket.gethostname()}, since 2" in sentence
     with pytest.raises(UsageError, match=f"process {first.pid} "):
-        files.check_free(tmp_path)
-    files.check_free(tmp_path, files.RECIPE)
+        locks.check_free(tmp_path)
+    locks.check_free(tmp_path, locks.RECIPE)
     first.communicate()
     assert os.listdir(tmp_path) == []
-    files.check_free(tmp_path)
+    locks.check_free(tmp_path)
 
 
 def test_a_data_set_is_prepared_by_one_alone(tmp_path):
     """Two at once would write to the same files, and their mixture looked complete."""
     data = tmp_path / "data/phrasebook"
     data.mkdir(parents=True)
-    first = holder(data, files.PREPARATION)
+    first = holder(data, locks.PREPARATION)
     second = recipe(tmp_path, "prepare", "phrasebook")
     refused(second, data, f"process {first.pid} ", "DATA_DIR")
-    assert os.listdir(data) == [files.PREPARATION]
+    assert os.listdir(data) == [locks.PREPARATION]
     touch_binarised(tmp_path, "phrasebook")
     third = recipe(tmp_path, "prepare", "phrasebook")
     assert third.returncode == 0 and "is prepared already" in third.stdout
@@ -75,9 +75,9 @@ def test_a_data_set_is_prepared_by_one_alone(tmp_path):
 
 
 def test_what_is_released_may_be_taken(tmp_path):
-    files.lock_folder(tmp_path)
-    files.unlock_folder(tmp_path)
-    files.unlock_folder(tmp_path)
+    locks.lock_folder(tmp_path)
+    locks.unlock_folder(tmp_path)
+    locks.unlock_folder(tmp_path)
     assert os.listdir(tmp_path) == []
     other = holder(tmp_path)
     assert other.line == "held\n"
@@ -88,11 +88,11 @@ def test_killed_process_leaves_no_lock(tmp_path):
     first = holder(tmp_path)
     first.send_signal(signal.SIGKILL)
     first.communicate()
-    assert os.listdir(tmp_path) == [files.TRAINING]
-    files.check_free(tmp_path)
+    assert os.listdir(tmp_path) == [locks.TRAINING]
+    locks.check_free(tmp_path)
     second = holder(tmp_path)
     assert second.line == "held\n"
-    assert f"process {second.pid} " in (tmp_path / files.TRAINING).read_text()
+    assert f"process {second.pid} " in (tmp_path / locks.TRAINING).read_text()
     second.communicate()
 
 
@@ -106,7 +106,7 @@ def test_a_forked_process_holds_no_lock_of_its_parent(tmp_path):
     first.kill()
     first.wait()
     try:
-        files.check_free(tmp_path)
+        locks.check_free(tmp_path)
     finally:
         os.kill(int(children[0]), signal.SIGKILL)
 
@@ -117,16 +117,16 @@ def test_file_that_is_removed_in_between_is_no_lock(tmp_path, monkeypatch):
 
     def remove_first(opened, flags):
         if not locked:
-            (tmp_path / files.TRAINING).unlink()
+            (tmp_path / locks.TRAINING).unlink()
         locked.append(opened)
         lockf(opened, flags)
 
     monkeypatch.setattr(fcntl, "lockf", remove_first)
-    monkeypatch.setattr(files, "_held", {})
-    files.lock_folder(tmp_path)
-    files.lock_folder(tmp_path)
-    assert len(locked) == 2 and (tmp_path / files.TRAINING).exists()
-    files.release_all(os.getpid())
+    monkeypatch.setattr(locks, "_held", {})
+    locks.lock_folder(tmp_path)
+    locks.lock_folder(tmp_path)
+    assert len(locked) == 2 and (tmp_path / locks.TRAINING).exists()
+    locks.release_all(os.getpid())
 
 
 def test_file_system_without_locks(tmp_path, monkeypatch, capsys):
@@ -134,8 +134,8 @@ def test_file_system_without_locks(tmp_path, monkeypatch, capsys):
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
     monkeypatch.setattr(fcntl, "lockf", lockf)
-    monkeypatch.setattr(files, "_held", {})
-    files.lock_folder(tmp_path)
+    monkeypatch.setattr(locks, "_held", {})
+    locks.lock_folder(tmp_path)
     assert "without locks" in capsys.readouterr().err
 
 
@@ -145,17 +145,17 @@ def test_a_link_in_the_place_of_a_lock_is_refused(tmp_path, lie):
     victim, run = tmp_path / "victim", tmp_path / "run"
     victim.write_text("mine")
     run.mkdir()
-    for name in (files.TRAINING, files.RECIPE):
+    for name in (locks.TRAINING, locks.RECIPE):
         if lie == "fifo":
             os.mkfifo(run / name)
         else:
             getattr(run / name, lie)(victim)
-        for use in (files.lock_folder, files.check_free):
+        for use in (locks.lock_folder, locks.check_free):
             with pytest.raises(UsageError, match=f"{name} is a link or no plain file"):
                 use(run, name)
-    (run / files.EVALUATION).symlink_to(tmp_path / "nowhere")
+    (run / locks.EVALUATION).symlink_to(tmp_path / "nowhere")
     with pytest.raises(UsageError, match="is a link"):
-        files.lock_folder(run, files.EVALUATION)
+        locks.lock_folder(run, locks.EVALUATION)
     assert victim.read_text() == "mine" and not (tmp_path / "nowhere").exists()
 
 
@@ -201,7 +201,7 @@ def test_runs_of_fairseq_train(ranks, tmp_path, small_corpus):
     assert unsaved.wait() == [0], unsaved.output()
     first.kill()
     first.wait()
-    assert (tmp_path / "run" / files.TRAINING).exists()
+    assert (tmp_path / "run" / locks.TRAINING).exists()
     for update in (1, 2):
         resumed = train(ranks, tmp_path, small_corpus, 1, "--max-update", update)
         assert resumed.wait() == [0], resumed.output()

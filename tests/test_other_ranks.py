@@ -10,7 +10,8 @@ import torch
 from sampling import soak
 from test_recipes import commands, recipe, tiny_place, value, write_dataset
 
-from smoe_fairseq.checkpoints.io import open_checkpoint, rank_file
+from smoe_fairseq.checkpoints.io import open_checkpoint
+from smoe_fairseq.compat.checkpoint_names import rank_file
 from smoe_fairseq.errors import UsageError
 from smoe_fairseq.recipes.datasets import load_dataset
 from smoe_fairseq.recipes.training.batch import plan_batch

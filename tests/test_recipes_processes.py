@@ -20,7 +20,7 @@ from test_recipes import ROOT, commands, recipe, tiny_place, value, write_datase
 from test_several_processes import LAST, assert_same_bits, content
 from test_signals import state
 
-from smoe_fairseq import files
+from smoe_fairseq import locks
 from smoe_fairseq.errors import UsageError
 from smoe_fairseq.recipes import processes
 from smoe_fairseq.recipes.training.launcher import Launch, plan_launch
@@ -134,7 +134,7 @@ def test_two_machines_train_one_run_in_a_folder_that_they_share(tmp_path, place)
     assert torch.load(folder / LAST, weights_only=True)["optimizer_history"][-1]["num_updates"] == 2
     assert json.loads((folder / "identity.json").read_text())["trained"] == {"--max-update": "2"}
     # One that is not of this run is refused as ever.
-    first = holder(folder, files.RECIPE)
+    first = holder(folder, locks.RECIPE)
     other = recipe(tmp_path, "train", *words, **place)
     assert other.returncode == 1 and f"process {first.pid} " in other.stderr
     first.communicate()

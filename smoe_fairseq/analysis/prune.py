@@ -20,13 +20,14 @@ from torch import Tensor, nn
 
 from smoe_fairseq.analysis import inputs
 from smoe_fairseq.analysis.record import BlockFollower, Recorder
-from smoe_fairseq.checkpoints.io import PENDING, RECORD, Record, rank_files, rank_of, set_name
+from smoe_fairseq.checkpoints.io import RECORD, Record
 from smoe_fairseq.checkpoints.sets import (
     add_output_arguments,
     check_output,
     weights_of,
     write_converted,
 )
+from smoe_fairseq.compat.checkpoint_names import PENDING, rank_files, rank_of, set_name
 from smoe_fairseq.errors import UsageError, quietly
 from smoe_fairseq.flags import add_flag
 from smoe_fairseq.models.transformer import moe_blocks

@@ -12,6 +12,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from smoe_fairseq.checkpoints import io, sets
+from smoe_fairseq.compat.checkpoint_names import PENDING, files_read, rank_of, set_name
 from smoe_fairseq.errors import UsageError
 
 # Suffix of step counts of --moe-balance bias and of gates that learn by counts.
@@ -151,7 +152,9 @@ def add_average_arguments(parser: ArgumentParser) -> None:
 def run_average(args: Namespace) -> None:
     paths = select(args.paths, args.last, args.by)
     sets.check_output(
-        [file for path in paths for file in io.files_read(path)], [args.output], args.force
+        [file for path in paths for file in files_read(path)],
+        [args.output],
+        args.force,
     )
     state = average(paths)
     sets.write_converted(state, args.output, args.force)
@@ -184,8 +187,8 @@ def _unique(paths: Sequence[Path]) -> list[Path]:
     """Each checkpoint once, even if a shell's ``*`` expands to all files of a set or copies of a file."""
     unique, copies = [], []
     for path in paths:
-        is_rank = io.rank_of(path) is not None
-        name = io.set_name(path) if is_rank else path
+        is_rank = rank_of(path) is not None
+        name = set_name(path) if is_rank else path
         if name in unique and not is_rank:
             raise UsageError(f"{path} is named twice: it would count twice")
         if name in unique or name in copies:
@@ -204,14 +207,12 @@ def _unique(paths: Sequence[Path]) -> list[Path]:
 def _are_equal(first: Path, second: Path) -> bool:
     """Whether two checkpoints, files or sets, have the same content."""
     both = (first, second)
-    ours, theirs = ([file for file in io.files_read(path) if file.is_file()] for path in both)
+    ours, theirs = ([file for file in files_read(path) if file.is_file()] for path in both)
     return len(ours) == len(theirs) > 0 and all(cmp(*both, False) for both in zip(ours, theirs))
 
 
 def _newest(folder: Path, last: int, by: str | None) -> list[Path]:
-    names = {
-        io.set_name(file).name for file in folder.iterdir() if file.suffix in (".pt", io.PENDING)
-    }
+    names = {set_name(file).name for file in folder.iterdir() if file.suffix in (".pt", PENDING)}
     files = {
         kind: {int(m[1]): folder / name for name in names if (m := pattern.fullmatch(name))}
         for kind, pattern in KINDS.items()

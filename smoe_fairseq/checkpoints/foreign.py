@@ -7,15 +7,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from smoe_fairseq.checkpoints.io import (
-    Record,
-    open_checkpoint,
-    rank_file,
-    rank_files,
-    rank_of,
-    record_of,
-    set_name,
-)
+from smoe_fairseq.checkpoints.io import Record, open_checkpoint, record_of
 from smoe_fairseq.checkpoints.model import (
     NORM_OPTION,
     SIDES,
@@ -28,6 +20,7 @@ from smoe_fairseq.checkpoints.model import (
     with_model_options,
 )
 from smoe_fairseq.checkpoints.sets import OPTIMIZER, UNSET, check_tensors
+from smoe_fairseq.compat.checkpoint_names import rank_file, rank_files, rank_of, set_name
 from smoe_fairseq.errors import UsageError
 from smoe_fairseq.models.options import SMoETransformerConfig
 from smoe_fairseq.modules.strata import Strata

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from smoe_fairseq.compat.checkpoint_names import rank_file, rank_of, set_name
 from smoe_fairseq.compat.replacing import replaces
 from smoe_fairseq.compat.safe_load import (
     InaccessibleCheckpoint,
@@ -20,7 +21,6 @@ from smoe_fairseq.compat.safe_load import (
     reading,
 )
 from smoe_fairseq.errors import UsageError
-from smoe_fairseq.files import rank_files
 from smoe_fairseq.flags import flag_of
 from smoe_fairseq.forms import Number, fault
 from smoe_fairseq.modules.parallel import Placement
@@ -42,37 +42,6 @@ def open_checkpoint(path: Path | str) -> dict:
         state = torch.load(path, map_location="cpu", mmap=is_archive(path), weights_only=True)
     check_content(path, state)
     return state
-
-
-# File names of a set: ``checkpoint_last.pt`` means ``checkpoint_last-rank-0.pt`` and so on.
-
-PENDING = ".pending"  # suffix of a complete file that has not been renamed yet
-_RANK = re.compile(r"-rank-(\d+)\.pt(\.pending)?$")
-
-
-def rank_file(path: Path | str, rank: int) -> Path:
-    """``checkpoint_last.pt`` -> ``checkpoint_last-rank-2.pt``, as fairseq names it."""
-    path = Path(path)
-    return path.with_name(f"{path.stem}-rank-{rank}{path.suffix}")
-
-
-def rank_of(path: Path | str) -> int | None:
-    match = _RANK.search(str(path))
-    return int(match[1]) if match else None
-
-
-def set_name(path: Path | str) -> Path:
-    """The set's name: the path without ``-rank-N``."""
-    return Path(_RANK.sub(".pt", str(path)))
-
-
-def pending(path: Path | str) -> Path:
-    return Path(f"{path}{PENDING}")
-
-
-def files_read(path: Path) -> list[Path]:
-    """The path itself and, if it names a set of ``--expert-parallel``, the files of the set."""
-    return [path, *rank_files(set_name(path)).values()]
 
 
 # A record in each file describes its experts, so that files of different sets cannot be combined.

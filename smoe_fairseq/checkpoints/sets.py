@@ -11,8 +11,16 @@ from torch import Tensor
 from tqdm import tqdm
 
 from smoe_fairseq.checkpoints import io
+from smoe_fairseq.compat.checkpoint_names import (
+    PENDING,
+    pending,
+    rank_file,
+    rank_files,
+    rank_of,
+    set_name,
+)
 from smoe_fairseq.errors import UsageError
-from smoe_fairseq.files import rank_files, whole_file, whole_files
+from smoe_fairseq.files import whole_file, whole_files
 from smoe_fairseq.modules.parallel import Placement
 
 MOST_PROCESSES = 10_000
@@ -52,19 +60,17 @@ class Shards:
 
         If a run was killed while it saved, its newest complete set is opened.
         """
-        name = io.set_name(path)
-        files, pending = rank_files(name), rank_files(name, io.PENDING)
+        name = set_name(path)
+        files, pending = rank_files(name), rank_files(name, PENDING)
         if not files and not pending:
             return cls([path], optimizer_state)
-        if path.exists() and io.rank_of(path) is None:
-            raise UsageError(
-                f"{path} and {io.rank_file(name, 0)} both exist: move one of them away"
-            )
+        if path.exists() and rank_of(path) is None:
+            raise UsageError(f"{path} and {rank_file(name, 0)} both exist: move one of them away")
         ranks = files.keys() | pending.keys()
         for rank in range(len(ranks)):
             if rank not in ranks:
-                raise UsageError(f"{io.rank_file(name, rank)} is missing")
-        paths = [io.rank_file(name, rank) for rank in range(len(ranks))]
+                raise UsageError(f"{rank_file(name, rank)} is missing")
+        paths = [rank_file(name, rank) for rank in range(len(ranks))]
         return cls(_newest_set(paths) if pending else paths, optimizer_state)
 
     def _check_parts(self, file: Path, state: dict) -> None:
@@ -197,7 +203,7 @@ class Shards:
 
 def _newest_set(files: list[Path]) -> list[Path]:
     choices = [
-        {record.save: path for path in (file, io.pending(file)) if (record := io.record_of(path))}
+        {record.save: path for path in (file, pending(file)) if (record := io.record_of(path))}
         for file in files
     ]
     newest = io.newest_whole(choices)
@@ -223,8 +229,8 @@ def weights_of(path: Path) -> dict:
     Raises:
         UsageError: it is missing or damaged, or not a complete set; or as `check_tensors`.
     """
-    name = io.set_name(path)
-    is_set = io.rank_of(path) is not None or rank_files(name) or rank_files(name, io.PENDING)
+    name = set_name(path)
+    is_set = rank_of(path) is not None or rank_files(name) or rank_files(name, PENDING)
     if is_set or io.Record.of(io.open_checkpoint(path), path) is not None:
         shards = Shards.open(path, optimizer_state=False)
         for state in shards.states:
@@ -318,10 +324,11 @@ def write_set(shards: Shards, output: Path, world_size: int, force: bool) -> lis
             Placement(num_experts, world_size)
     except ValueError as error:
         raise UsageError(f"--world-size {world_size}: {error}") from None
-    files = (
-        [output] if world_size == 1 else [io.rank_file(output, rank) for rank in range(world_size)]
-    )
-    existing = [*rank_files(output).values(), *rank_files(output, io.PENDING).values()]
+    files = [output] if world_size == 1 else [rank_file(output, rank) for rank in range(world_size)]
+    existing = [
+        *rank_files(output).values(),
+        *rank_files(output, PENDING).values(),
+    ]
     read = {file.resolve() for file in shards.files}
     if world_size == 1 and any(file.resolve() in read for file in existing):
         raise UsageError(f"--output: {output} is the name of the input set; choose another")
@@ -348,16 +355,16 @@ def add_consolidate_arguments(parser: ArgumentParser) -> None:
 
 
 def run_consolidate(args: Namespace) -> None:
-    name = io.set_name(args.path)
-    if not rank_files(name) and not rank_files(name, io.PENDING):
+    name = set_name(args.path)
+    if not rank_files(name) and not rank_files(name, PENDING):
         if name.is_file():
             raise UsageError(f"{name} is an ordinary checkpoint already")
         inside = ", as DIR/checkpoint_best.pt does" * name.is_dir()
         raise UsageError(
-            f"{io.rank_file(name, 0)} is missing: {name} is not the name of a set{inside}"
+            f"{rank_file(name, 0)} is missing: {name} is not the name of a set{inside}"
         )
     # By the file of rank 0, since an older checkpoint may have the plain name.
-    shards = Shards.open(io.rank_file(name, 0), args.optimizer_state)
+    shards = Shards.open(rank_file(name, 0), args.optimizer_state)
     write_set(shards, args.output, 1, args.force)
     numbers = " or ".join(map(str, shards.record.numbers_of_experts))
     ranks, update = len(shards.files), shards.record.num_updates

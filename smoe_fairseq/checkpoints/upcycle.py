@@ -14,7 +14,6 @@ from torch import Tensor
 
 from smoe_fairseq.checkpoints import sets
 from smoe_fairseq.checkpoints.average import COUNTS
-from smoe_fairseq.checkpoints.io import files_read
 from smoe_fairseq.checkpoints.model import (
     NORM_OPTION,
     SIDES,
@@ -25,6 +24,7 @@ from smoe_fairseq.checkpoints.model import (
     transformer_options,
     with_model_options,
 )
+from smoe_fairseq.compat.checkpoint_names import files_read
 from smoe_fairseq.errors import UsageError, quietly
 from smoe_fairseq.flags import flag_of
 from smoe_fairseq.host_memory import machine_memory

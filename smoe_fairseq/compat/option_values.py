@@ -13,8 +13,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from smoe_fairseq.errors import UsageError, nearest
-from smoe_fairseq.files import newest_checkpoint, rank_files
 
+from .checkpoint_names import newest_checkpoint, rank_files
 from .patches import is_fairseq_command
 from .replacing import patches
 from .safe_load import check_exists, evaluate

@@ -17,8 +17,9 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 from smoe_fairseq.errors import UsageError, naming_file
-from smoe_fairseq.files import check_plain, rank_files
+from smoe_fairseq.files import check_plain
 
+from .checkpoint_names import rank_files
 from .replacing import patches, replace
 from .startup import load
 

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import smoe_fairseq
+from smoe_fairseq.compat.checkpoint_names import rank_files
 from smoe_fairseq.errors import UsageError
-from smoe_fairseq.files import rank_files, read_plain
+from smoe_fairseq.files import read_plain
 from smoe_fairseq.recipes.config_files import CHECKPOINT
 from smoe_fairseq.recipes.datasets import Dataset, both_orders
 from smoe_fairseq.recipes.processes import command, whole_number

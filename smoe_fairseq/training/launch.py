@@ -14,7 +14,7 @@ from urllib.parse import urlparse
 import torch.distributed as dist
 from omegaconf import OmegaConf
 
-from smoe_fairseq import files
+from smoe_fairseq import locks
 from smoe_fairseq.checkpoints.io import dictionary_checksums
 from smoe_fairseq.compat.replacing import replaces
 from smoe_fairseq.ending import end_with_parent
@@ -76,7 +76,7 @@ def hold_folder(checkpoint) -> None:
     # fairseq has created the folder, unless nothing will be saved.
     if not (is_distributed() and dist.get_rank()) and not checkpoint.no_save and folder.is_dir():
         try:
-            files.lock_folder(folder)
+            locks.lock_folder(folder)
         except UsageError as error:
             message = str(error)
     refuse_together(message)

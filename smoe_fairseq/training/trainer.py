@@ -16,7 +16,8 @@ from omegaconf import open_dict
 from torch import Tensor, nn
 
 from smoe_fairseq.checkpoints import io
-from smoe_fairseq.checkpoints.io import RECORD, Record, pending
+from smoe_fairseq.checkpoints.io import RECORD, Record
+from smoe_fairseq.compat.checkpoint_names import pending, rank_file
 from smoe_fairseq.criterions.metrics import on_host
 from smoe_fairseq.errors import UsageError, naming_file
 from smoe_fairseq.flags import flag_of
@@ -180,7 +181,7 @@ class SMoETrainer(Trainer):
             sharded_checkpoints.publish(filename)
         else:
             if self.expert_placement is not None:  # perhaps by this rank alone, which must not wait
-                filename = str(io.rank_file(filename, self.expert_placement.rank))
+                filename = str(rank_file(filename, self.expert_placement.rank))
             try:
                 super().save_checkpoint(filename, extra_state)
             except UsageError as error:

@@ -8,7 +8,7 @@ import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from smoe_fairseq import files
+from smoe_fairseq import files, locks
 from smoe_fairseq.errors import UsageError
 from smoe_fairseq.flags import refusing_flags
 from smoe_fairseq.forms import read_json
@@ -45,12 +45,12 @@ def prepare(dataset: Dataset, flags: Sequence[str] = ()) -> None:
     if _is_prepared(dataset, folders, flags):
         return
     folders.data.mkdir(parents=True, exist_ok=True)
-    files.lock_folder(folders.data, files.PREPARATION)
+    locks.lock_folder(folders.data, locks.PREPARATION)
     try:
         if not _is_prepared(dataset, folders, flags):  # by another process meanwhile
             _prepare(dataset, folders, flags)
     finally:
-        files.unlock_folder(folders.data, files.PREPARATION)
+        locks.unlock_folder(folders.data, locks.PREPARATION)
         with contextlib.suppress(OSError):
             folders.data.rmdir()  # if nothing was written
 

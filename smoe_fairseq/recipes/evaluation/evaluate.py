@@ -13,7 +13,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from smoe_fairseq import files
+from smoe_fairseq import locks
 from smoe_fairseq.errors import UsageError, quietly
 from smoe_fairseq.files import write_whole
 from smoe_fairseq.flags import flag_of
@@ -311,7 +311,7 @@ def _score_by_comet(evaluation: Evaluation, scorer: scores.Scorer) -> None:
 
 def _translate(evaluation: Evaluation) -> None:
     """Translate and score the directions that are not done, the longest test set first."""
-    files.lock_folder(evaluation.folder, files.EVALUATION)
+    locks.lock_folder(evaluation.folder, locks.EVALUATION)
     scored = evaluation.resume()
     for direction, score in scored.items():
         _print_score(direction, score, "as it was")

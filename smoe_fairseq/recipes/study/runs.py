@@ -12,8 +12,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from smoe_fairseq.errors import UsageError
-from smoe_fairseq.files import check_plain, lock_folder, open_plain
+from smoe_fairseq.files import check_plain, open_plain
 from smoe_fairseq.host_memory import machine_memory
+from smoe_fairseq.locks import lock_folder
 from smoe_fairseq.recipes.compare.report import write_report
 from smoe_fairseq.recipes.datasets import Dataset
 from smoe_fairseq.recipes.evaluation import scores

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from smoe_fairseq import files
+from smoe_fairseq import files, locks
 from smoe_fairseq.errors import UsageError
 from smoe_fairseq.files import write_whole
 from smoe_fairseq.forms import IDENTITY, read_json
@@ -89,14 +89,14 @@ def claim(
     own = {"method": method, "dictionary": _dictionary(data), "flags": fixed, _RANKS: processes}
     folder.mkdir(parents=True, exist_ok=True)
     try:
-        files.lock_folder(folder, files.RECIPE)
-    except files.InUse:
+        locks.lock_folder(folder, locks.RECIPE)
+    except locks.InUse:
         if machines == 1:
             raise
         _join(folder, own, data)
         return not is_saved(folder) or _is_unfinished(_read(file), flags)
     # fairseq-train has its own lock, but acquires it only after loading the data.
-    files.check_free(folder)
+    locks.check_free(folder)
     if is_saved(folder) and file.exists():
         saved = _read(file)
         difference = _difference(saved, own, data)

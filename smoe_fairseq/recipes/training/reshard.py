@@ -4,7 +4,8 @@ import os
 import re
 from pathlib import Path
 
-from smoe_fairseq.files import rank_files, whole_folder
+from smoe_fairseq.compat.checkpoint_names import rank_files
+from smoe_fairseq.files import whole_folder
 from smoe_fairseq.recipes.processes import step
 
 LAST, RESUMED = "checkpoint_last.pt", ("checkpoint_last.pt", "checkpoint_best.pt")
@@ -47,8 +48,9 @@ def reshard(folder: Path, ranks: int) -> None:
     Raises:
         UsageError: a set is incomplete, or the ranks cannot divide its experts.
     """
-    from smoe_fairseq.checkpoints.io import Record, open_checkpoint, rank_file
+    from smoe_fairseq.checkpoints.io import Record, open_checkpoint
     from smoe_fairseq.checkpoints.sets import Shards, write_set
+    from smoe_fairseq.compat.checkpoint_names import rank_file
 
     _finish(folder)
     saved = _ranks_of(folder)

@@ -5,8 +5,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from smoe_fairseq.compat.checkpoint_names import newest_checkpoint
 from smoe_fairseq.errors import UsageError
-from smoe_fairseq.files import newest_checkpoint, open_plain
+from smoe_fairseq.files import open_plain
 from smoe_fairseq.recipes.config_files import dataset_file
 from smoe_fairseq.recipes.datasets import Dataset, naming_settings
 from smoe_fairseq.recipes.folders import Folders, package_folder, run_name, seed_of
