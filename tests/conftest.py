@@ -9,6 +9,7 @@ import signal
 from pathlib import Path
 
 import handmade
+import pretrained
 import pytest
 from commands import changed, preprocess, run, train
 from filelock import FileLock
@@ -229,6 +230,19 @@ def shared(tmp_path_factory, name: str, make) -> Path:
             make(folder)
             folder.with_suffix(".done").touch()
     return folder
+
+
+@pytest.fixture(scope="session")
+def m2m(tmp_path_factory) -> Path:
+    """A folder of transformers with a small M2M-100 of random weights."""
+    return shared(tmp_path_factory, "m2m", lambda folder: pretrained.write_model(folder, "m2m"))
+
+
+@pytest.fixture(scope="session")
+def nllb(tmp_path_factory) -> Path:
+    """A folder of transformers with a small NLLB-200, which repeats its text."""
+    make = lambda folder: pretrained.write_model(folder, "nllb", 150)  # noqa: E731
+    return shared(tmp_path_factory, "nllb", make)
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,4 @@
-"""``smoe import`` of folders of transformers: the same model again, and NLLB-MoE's layout."""
+"""``smoe import`` of what ``smoe export --to huggingface`` wrote: the same model again."""
 
 import json
 import os
@@ -18,7 +18,7 @@ from smoe_fairseq.translate.translator import BatchTranslator
 
 pytest.importorskip("transformers", reason="the package transformers is not installed")
 
-from test_huggingface import batch, export, trained  # noqa: E402, F401
+from test_huggingface import export, trained  # noqa: E402, F401
 
 SYSTEMS = some(SYSTEMS_WITH_CHECKPOINT, "dense", "strata-4-4", "hash", "released")
 
@@ -170,57 +170,3 @@ def test_text_of_another_model_is_not_replaced(folder, tmp_path):
     sentence = refusal("import", folder, "--output", tmp_path / "ours.pt")
     assert f"{tmp_path / 'dict.src.txt'}" in sentence
     assert [file.name for file in tmp_path.iterdir()] == ["dict.src.txt"]
-
-
-# NLLB-MoE
-
-
-def weighted_sum(self, x_TD, first_TE, weight_TE):
-    """``sum_e G_e FFN_e(x)``, without what is masked on average (NLLB team 2022, section 6.2).
-
-    transformers 5 takes the mask of first choices for numbers of experts, so that only two ever compute.
-    """
-    outputs = [expert(x_TD) for expert in self.values() if hasattr(expert, "fc1")]
-    y_TD = sum(w.unsqueeze(1) * y for w, y in zip(weight_TE.T, outputs, strict=True))
-    return y_TD * (1 - self.moe_token_dropout)
-
-
-def nllb(folder: Path, **options):
-    """A small model of transformers with random weights, in a folder."""
-    from transformers import NllbMoeConfig, NllbMoeForConditionalGeneration
-
-    sizes = {"vocab_size": 40, "d_model": 16, "encoder_layers": 2, "decoder_layers": 4}
-    sizes |= {"encoder_attention_heads": 2, "decoder_attention_heads": 4, "num_experts": 4}
-    sizes |= {"encoder_ffn_dim": 24, "decoder_ffn_dim": 32, "init_std": 0.3}
-    sizes |= {"encoder_sparse_step": 2, "decoder_sparse_step": 2}
-    torch.manual_seed(1)
-    model = NllbMoeForConditionalGeneration(NllbMoeConfig(**sizes | options)).eval()
-    model.save_pretrained(folder)
-    for module in model.modules():
-        if type(module).__name__ == "NllbMoeExperts":
-            module.forward = weighted_sum.__get__(module)
-    return model
-
-
-NLLB = {
-    "plain": {"moe_token_dropout": 0.0},
-    "masks": {"normalize_router_prob_before_dropping": True, "scale_embedding": False},
-    "apart": {"tie_word_embeddings": False, "activation_function": "gelu"},
-}
-
-
-@pytest.mark.parametrize("case", NLLB)
-@torch.no_grad()
-def test_nllb_moe(tmp_path, case, capsys):
-    model = nllb(tmp_path / "model", **NLLB[case])
-    call("import", tmp_path / "model", "--output", tmp_path / "ours.pt")
-    assert "3 MoE layers" in capsys.readouterr().out
-    for language in ("src", "tgt"):
-        words = "".join(f"w{n} 1\n" for n in range(36))
-        (tmp_path / f"dict.{language}.txt").write_text(words)
-    ours = SMoETransformerModel.from_pretrained(tmp_path / "ours.pt").models[0]
-    source, given = batch(40)
-    expected = model(source, (source != 1).long(), given, use_cache=False).logits
-    found = ours(source, (source != 1).sum(1), given)[0]
-    assert expected.std() > 0.1
-    assert torch.allclose(found[given != 1], expected[given != 1], atol=1e-4)

@@ -17,9 +17,10 @@ from fairseq.utils import move_to_cuda, resolve_max_positions, split_paths
 from torch import nn
 from tqdm import tqdm
 
-from smoe_fairseq.checkpoints.io import open_checkpoint
+from smoe_fairseq.checkpoints.io import open_checkpoint, values_of
 from smoe_fairseq.errors import UsageError, naming_file
 from smoe_fairseq.flags import add_flag, positive
+from smoe_fairseq.models.hub import text_settings
 from smoe_fairseq.models.transformer import moe_blocks
 from smoe_fairseq.modules.routing import Capacity
 from smoe_fairseq.translate.shortlist import direction_of
@@ -38,12 +39,13 @@ def load(checkpoint: Path, data: str | Path) -> tuple[nn.Module, object]:
     Raises:
         UsageError: the data is missing, or the checkpoint cannot be used.
     """
-    open_checkpoint(checkpoint)  # fairseq reports only some of its faults in one sentence
+    state = open_checkpoint(checkpoint)  # fairseq reports only some of its faults in one sentence
     for path in map(Path, split_paths(str(data))):
         if not path.exists():
             raise UsageError(f"{path} is missing")
+    task = values_of(values_of(state.get("cfg")).get("task"))
     models, _, task = checkpoint_utils.load_model_ensemble_and_task(
-        [str(checkpoint)], arg_overrides={"data": str(data)}
+        [str(checkpoint)], arg_overrides=text_settings(str(data), task)
     )
     # Gates whose experts choose have none: their number of tokens is not a limit.
     for capacity in capacities_of(models[0]):

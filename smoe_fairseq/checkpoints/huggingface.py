@@ -101,7 +101,7 @@ def task_of(path: Path, state: Mapping, data: Path | None):
     if values.get("lang_tok_replacing_bos_eos"):
         raise UsageError(f"{path}: --lang-tok-replacing-bos-eos is not supported")
     data = hub.data_of(path, str(values.get("data") or ""), data)
-    values = {**values, "_name": name, "data": data}
+    values = {**values, "_name": name, **hub.text_settings(data, values)}
     if isinstance(saved, Namespace):
         options = Namespace(**{"task": name, **values})
     else:

@@ -67,6 +67,14 @@ def data_of(checkpoint: Path, saved: str, data: Path | str | None = None) -> str
     )
 
 
+def text_settings(data: str, task) -> dict[str, str]:
+    """The settings that name the folder ``data`` and, if the task has a fixed dictionary, its file there."""
+    values = task if isinstance(task, Mapping) else vars(task)
+    name = values.get("fixed_dictionary")
+    file = Path(split_paths(data)[0], Path(name).name) if name else None
+    return {"data": data} | ({"fixed_dictionary": str(file)} if file and file.is_file() else {})
+
+
 @contextmanager
 def knowing_direction(data: str, expected: str) -> Iterator[None]:
     """Raise UsageError if fairseq cannot infer the direction of a task; ``expected`` is what would set it."""
@@ -133,7 +141,7 @@ class TrainedModel(GeneratorHubInterface):
             if prepare is not None:
                 prepare(saved, overrides, data)
             check_names(saved, overrides)
-            overwrite_args_by_name(saved, {**overrides, "data": data})
+            overwrite_args_by_name(saved, text_settings(data, saved.task) | overrides)
         with knowing_direction(data, "source_lang and target_lang"):
             load, files = checkpoint_utils.load_model_ensemble_and_task, [str(checkpoint)]
             models, cfg, task = load(files, state=state)
