@@ -5,11 +5,13 @@ import json
 import pytest
 import torch
 from commands import refused, smoe, train
+from family import FAMILY
 from test_model import make_batch, make_model
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from smoe_fairseq.analysis.cost import count
+from smoe_fairseq.analysis.cost import copies_per_stop, count
+from smoe_fairseq.models.transformer import moe_blocks
 from smoe_fairseq.recipes.cost import compare
 
 # The cells that no reading of the text explains: printed less the vanilla row's, ours.
@@ -89,6 +91,27 @@ def test_matrix_products_are_those_that_torch_counts(flags, gates):
     products = sum(ours[part] for part in ("attention", "ffn", "experts", "output"))
     per_token = products + gates + 2 * ours["context"]
     assert torch_counts(model, 6) == 6 * per_token
+
+
+@pytest.mark.parametrize("name", FAMILY)
+def test_declared_experts_per_token_are_those_that_are_counted(name):
+    """Of many tokens at random; gates that follow a target have it after an update."""
+    model = make_model("--arch", "smoe_transformer_tiny", *FAMILY[name].split())
+    block = next(iter(moe_blocks(model).values()))
+    x, ids = torch.randn(40, 25, 128), torch.randint(4, 24, (40, 25))
+    with torch.no_grad():
+        for gate in block.gates:  # all experts equally likely
+            for weight in gate.parameters():
+                weight.mul_(0.01 if gate.has_entropy_loss else 1)
+        for _ in range(2):
+            stats = block(x, ids=ids)[1]
+            block.end_update(stats.observed)
+    found = stats.chosen.sum() / stats.first_choices.sum()
+    declared = copies_per_stop(block)
+    if block.gates[0].own_loss:  # it learns the number by gradient
+        assert declared == block.gates[0].target
+    else:
+        assert float(found) == pytest.approx(declared, rel=0.1)
 
 
 def test_active_parameters_and_requested_capacity():

@@ -4,6 +4,7 @@ All imports are read, those within functions too, without running anything.
 """
 
 import ast
+import re
 import sys
 from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
@@ -173,6 +174,25 @@ def test_the_layers_are_those_of_contributing_and_each_imports_only_lower_ones()
     assert [name for name in LAYERS if name != ROOT] == order
     for number, name in enumerate(order):
         assert LAYERS[name] <= {ROOT, *order[:number]}
+
+
+def test_no_file_but_those_of_the_gates_names_a_gate():
+    """Neither a gate's class nor, beside the word gate, its name as text."""
+    from smoe_fairseq.modules.gates import GATES
+
+    names = re.compile(rf"gate\b.{{0,20}}(?<![\w-])({'|'.join(GATES)})(?![\w-])")
+    classes = {kind.__name__ for kind in GATES.values()}
+    for file in PACKAGE.rglob("*.py"):
+        path = file.relative_to(PACKAGE)
+        if path.parts[:2] == ("modules", "gates"):
+            continue
+        tree = ast.parse(file.read_text("utf-8"))
+        docs = {node.value for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Name | ast.alias):
+                assert (getattr(node, "id", None) or node.name) not in classes, path
+            elif isinstance(node, ast.Compare | ast.Constant) and node not in docs:
+                assert not names.search(ast.unparse(node)), f"{path}:{node.lineno}"
 
 
 WRONG = {  # a file, and where the sentence points

@@ -38,6 +38,9 @@ OPTIONS = [
     *(dict(null_experts=1, balance="bias"), dict(bias_step=0.0, balance="bias")),
     *(dict(balance_over="epoch"), dict(balance_over="update", gate="base", strata="8")),
     *(dict(residual=True), dict(shared_experts=1), dict(shared_experts=-1)),
+    # Without effect.
+    *(dict(capacity_factor=0.1, gate="base", strata="8"), dict(top_k=4, gate="top-p")),
+    *(dict(bias_step=0.5), dict(cmr_gate_drop=0.2, strata="8"), dict(top_p=0.5)),
     *(dict(expert_ffn_dim=-4), dict(residual=True, cmr=True, strata="8")),
     *(dict(capacity_budget=1.5, strata="8"), dict(capacity_budget=2.0, stacked=True)),
     *(dict(capacity_budget=each) for each in (0.9, 4.1, NAN, -1.0)),

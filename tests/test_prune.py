@@ -125,7 +125,11 @@ def test_so_they_do_in_the_family(ranks, small_corpus, tmp_path, member):
     # These alone: of others that the references did not choose, a search may have chosen some.
     model, _ = inputs.load(path, small_corpus)
     layers = {
-        name: PrunedLayer(block.strata, sorted({*range(block.strata.num_experts)} - gone))
+        name: PrunedLayer(
+            block.strata,
+            sorted({*range(block.strata.num_experts)} - gone),
+            block.gates[0].per_expert,
+        )
         for name, block in moe_blocks(model).items()
     }
     torch.save(prune_content(path, layers), output)

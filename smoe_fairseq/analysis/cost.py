@@ -1,6 +1,5 @@
 """Parameters, FLOPs and requested capacity of a model, built without memory."""
 
-import math
 from argparse import ArgumentParser, Namespace
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -22,7 +21,6 @@ from smoe_fairseq.models.options import (
 )
 from smoe_fairseq.models.transformer import moe_blocks
 from smoe_fairseq.modules import StratifiedMoE
-from smoe_fairseq.modules.gates import ExpertChoiceGate, TopKGate, TopPGate
 
 OF_TRANSLATION = ARCH_MODEL_INV_REGISTRY["smoe_transformer"]
 OF_LANGUAGE = ARCH_MODEL_INV_REGISTRY["smoe_transformer_lm"]
@@ -230,20 +228,11 @@ def copies_per_stop(block: StratifiedMoE, measured: float | None = None) -> floa
     if measured is not None and any(gate.learns_num_experts for gate in block.gates):
         return measured
     visits = block.strata.expected_visits()
-    copies = (n * expected_choices(gate) for n, gate in zip(visits, block.gates, strict=True))
+    copies = (
+        n * gate.experts_per_token(block.config, gate.num_experts)
+        for n, gate in zip(visits, block.gates, strict=True)
+    )
     return sum(copies) / sum(visits)
-
-
-def expected_choices(gate: nn.Module) -> float:
-    """Experts per token under uniform routing, for ReLU and threshold gates when they meet their target."""
-    experts = gate.num_experts
-    if isinstance(gate, TopKGate):
-        return gate.top_k * experts / (experts + gate.free_experts)
-    if isinstance(gate, TopPGate):
-        return min(experts, math.ceil(round(gate.p * experts, 9)))
-    if isinstance(gate, ExpertChoiceGate):
-        return min(gate.factor, float(experts))
-    return float(gate.target)
 
 
 def _part(name: str) -> str | None:

@@ -31,7 +31,6 @@ from smoe_fairseq.compat.checkpoint_names import PENDING, rank_files, rank_of, s
 from smoe_fairseq.errors import UsageError, quietly
 from smoe_fairseq.flags import add_flag
 from smoe_fairseq.models.transformer import moe_blocks
-from smoe_fairseq.modules.gates import ExpertChoiceGate, HashGate, HashTopKGate, TopKGate, TopPGate
 from smoe_fairseq.modules.layer import StratifiedMoE
 from smoe_fairseq.modules.routing import Routing
 from smoe_fairseq.modules.strata import Strata
@@ -103,34 +102,6 @@ def use_of(samples: inputs.Samples) -> dict[str, Use]:
 # Selecting the experts to keep.
 
 
-def min_experts(gate: nn.Module) -> int:
-    """The minimum number of experts that a gate sees: those that it chooses, without the free ones."""
-    if isinstance(gate, TopKGate):
-        return max(1, gate.top_k - gate.free_experts)
-    return gate.target
-
-
-def weights_depend_on_all_scores(gate: nn.Module) -> bool:
-    """Whether the chosen experts' weights depend on the scores of other experts.
-
-    They do not if they are divided by their sum.
-    """
-    if isinstance(gate, TopKGate):
-        chosen_sum_to_1 = gate.normalization != "none" and gate.bias is None
-        return gate.scores == "softmax" and not chosen_sum_to_1
-    return type(gate) in (TopPGate, ExpertChoiceGate)
-
-
-def needs_every_expert(gate: nn.Module) -> str:
-    """Why pruning is impossible; "" if it is possible."""
-    if isinstance(gate, HashGate | HashTopKGate):
-        kind = "hash" if isinstance(gate, HashGate) else "hash-topk"
-        return f"--moe-gate {kind}, which has an expert for every token of the dictionary"
-    if getattr(gate, "residual_weight", None) is not None:
-        return "--moe-gate-residual, which adds the logits of all experts"
-    return ""
-
-
 @dataclass(frozen=True)
 class Layer:
     """An MoE layer: its strata, and the first of its gates, which are all of one kind."""
@@ -143,7 +114,7 @@ class Layer:
         required = set()
         for experts in self.strata.experts_of_gate[0 if self.strata.stacked else -1 :]:
             best_first = sorted(experts, key=lambda e: (-score_E[e], e))
-            required.update(best_first[: min_experts(self.gate)])
+            required.update(best_first[: self.gate.min_experts])
         return required
 
 
@@ -175,16 +146,16 @@ def keep_share(
 # Removing experts from a checkpoint: their weights, the gates' rows for them, and the settings.
 
 _EXPERTS = re.compile(r"experts\.(w1|b1|w2|b2)")
-# Null experts have weights of their own.
-_GATE = re.compile(r"gates\.(\d+)\.(weight|bias\.steps|threshold\.steps)")
+_GATE = re.compile(r"gates\.(\d+)\.(.+)")
 
 
 @dataclass(frozen=True)
 class PrunedLayer:
-    """The original strata of a layer, and the kept experts in their order."""
+    """The original strata of a layer, the kept experts in their order, and `Gate.per_expert`."""
 
     before: Strata
     experts: list[int]
+    per_expert: tuple[str, ...]
 
     @property
     def after(self) -> Strata:
@@ -202,7 +173,7 @@ class PrunedLayer:
         rows = None
         if _EXPERTS.fullmatch(name):
             rows = self.experts
-        elif gate := _GATE.fullmatch(name):
+        elif (gate := _GATE.fullmatch(name)) and gate[2] in self.per_expert:
             first = self.before.first_experts[int(gate[1])]
             seen = range(first, first + self.before.visible[int(gate[1])])
             rows = [expert - first for expert in self.experts if expert in seen]
@@ -269,8 +240,8 @@ def run_prune(args: Namespace) -> None:
     with quietly():
         model, task, directions, subset = inputs.load_inputs(args)
         blocks = moe_blocks(model)
-        gates = (gate for block in blocks.values() for gate in block.gates)
-        if reason := next(filter(None, map(needs_every_expert, gates)), None):
+        gates = {gate.unprunable for block in blocks.values() for gate in block.gates} - {""}
+        for reason in gates:
             expected = "expected gates that score each expert by itself"
             raise UsageError(f"{args.path} has {reason}, so all experts are needed; {expected}")
         uses = [use_of(inputs.Samples(model, task, name, subset)) for name in directions]
@@ -284,13 +255,16 @@ def run_prune(args: Namespace) -> None:
         loads = {n: np.max([use[n].load for use in uses], axis=0) for n in layers}
         used = {n: set(np.flatnonzero(loads[n] > args.min_load).tolist()) for n in layers}
         kept = {n: layer.required(loads[n]) | used[n] for n, layer in layers.items()}
-    pruned = {name: PrunedLayer(layers[name].strata, sorted(kept[name])) for name in layers}
+    pruned = {
+        name: PrunedLayer(layer.strata, sorted(kept[name]), layer.gate.per_expert)
+        for name, layer in layers.items()
+    }
     state = prune(args.path, pruned)
     write_converted(state, args.output, args.force)
     print(f"choices counted over {args.gen_subset} of {', '.join(directions)}")
     print(_table(pruned, {n: np.sum([use[n].choices for use in uses], axis=0) for n in layers}))
     shrunk = (layer for name, layer in layers.items() if pruned[name].removed)
-    if any(weights_depend_on_all_scores(layer.gate) for layer in shrunk):
+    if any(layer.gate.weights_depend_on_all for layer in shrunk):
         print(SOFTMAX)
     before, after = sum(parameters.values()), sum(state["model"][n].numel() for n in parameters)
     experts = sum(len(layer.experts) for layer in pruned.values())

@@ -10,10 +10,9 @@ from pathlib import Path
 import torch
 from fairseq.dataclass import FairseqDataclass
 from fairseq.dataclass.utils import gen_parser_from_dataclass
-from torch import Tensor
+from torch import Tensor, nn
 
 from smoe_fairseq.checkpoints import sets
-from smoe_fairseq.checkpoints.average import COUNTS
 from smoe_fairseq.checkpoints.model import (
     NORM_OPTION,
     SIDES,
@@ -29,7 +28,7 @@ from smoe_fairseq.errors import UsageError, quietly
 from smoe_fairseq.flags import flag_of
 from smoe_fairseq.host_memory import machine_memory
 from smoe_fairseq.models.options import SMoETransformerConfig
-from smoe_fairseq.modules.gates.linear import draw_as_linear
+from smoe_fairseq.modules.gates import GATES
 
 LATER_NORM_SCALE = 0.1  # weights of later strata's layer norms, relative to the dense model's
 _BLOCK = re.compile(r"(.+\.layers\.\d+)\.moe\.(\w+)\.?(.*)")
@@ -53,17 +52,17 @@ def upcycle(path: Path, moe_options: Mapping, noise: float) -> dict:
     options = transformer_options(path, state) | dict(moe_options)
     _check(path, SMoETransformerConfig(**options))
     try:
-        target = target_model(path, options, state["model"]).state_dict()
+        model = target_model(path, options, state["model"])
     except UsageError as error:  # about flags, since the checkpoint's settings were checked above
         raise error.__cause__ if isinstance(error.__cause__, UsageError) else error from None
+    target = model.state_dict()
     size, memory = 4 * sum(map(Tensor.numel, target.values())), machine_memory()
     if memory is not None and size > memory:
         raise UsageError(
             f"the model would have {size:,} bytes, and the memory has {memory:,}; expected fewer experts "
             "(--smoe-strata, --moe-freq)"
         )
-    scale = options.get("moe_gate_init_scale", SMoETransformerConfig.moe_gate_init_scale)
-    state["model"] = _weights(state["model"], target, scale, noise)
+    state["model"] = _weights(state["model"], model, noise)
     return with_model_options(state, options)
 
 
@@ -83,7 +82,8 @@ def _rules(config: SMoETransformerConfig) -> Iterator[tuple[str, bool, str, str]
     Refused is what makes the output of a layer with copies of the FFN differ from that of the FFN.
     """
     why = "a token's weights have to sum to one, so that copies of the FFN compute the same"
-    yield "moe_gate", config.moe_gate != "topk", why, "topk"
+    able = [name for name, kind in GATES.items() if kind.can_upcycle]
+    yield "moe_gate", config.moe_gate not in able, why, " or ".join(able)
     yield "moe_top_k", config.moe_top_k < 2, why, "2 or more"
     unscaled = config.moe_gate_normalization == "none"
     yield "moe_gate_normalization", unscaled, why, "after-drop or before-drop"
@@ -101,10 +101,10 @@ def _rules(config: SMoETransformerConfig) -> Iterator[tuple[str, bool, str, str]
     yield NORM_OPTION, other_norm, "it adds layer norms that the dense model lacks", default
 
 
-def _weights(dense: dict, target: dict, scale: float, noise: float) -> dict:
-    """Weights for all names of ``target``, from those of the dense model."""
+def _weights(dense: dict, model: nn.Module, noise: float) -> dict:
+    """Weights for all names of ``model``, from those of the dense model."""
     weights = {}
-    for name, like in target.items():
+    for name, like in model.state_dict().items():
         if (match := _BLOCK.fullmatch(name)) is None:
             weights[name] = dense[name]
             continue
@@ -115,10 +115,11 @@ def _weights(dense: dict, target: dict, scale: float, noise: float) -> dict:
             weights[name] = norm if stratum == "0" else norm * LATER_NORM_SCALE
         elif kind == "experts":
             weights[name] = _copies(dense[f"{layer}.{_EXPERTS[part]}"], len(like), noise)
-        else:  # a gate's weights; its step counts and residual weights start at 0
-            weights[name] = torch.zeros(like.shape, dtype=like.dtype)
-            if not name.endswith((COUNTS, "residual_weight")):
-                draw_as_linear(weights[name], scale)
+        elif name not in weights:  # all of a gate are drawn with its first
+            number = part.partition(".")[0]
+            block = model.get_submodule(f"{layer}.moe")
+            drawn = block.draw_gate(int(number)).state_dict().items()
+            weights |= {f"{layer}.moe.gates.{number}.{key}": value for key, value in drawn}
     return weights
 
 

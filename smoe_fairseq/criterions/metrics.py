@@ -35,7 +35,7 @@ def routing_sums(
     sums = {}
     for name, block in blocks.items():
         top_k = block.choices
-        ordered = "any" if block.gates[0].extra_input == "sentence" else "top"
+        ordered = "top" if block.gates[0].ordered else "any"
         key = f"moe_{ordered}{top_k} {name}"
         if name in ran:
             sums[key] = _table(block, ran[name])

@@ -20,6 +20,7 @@ from smoe_fairseq.flags import flag_of, number_fault
 from smoe_fairseq.models.options import option
 from smoe_fairseq.models.transformer import SparseModel, moe_blocks
 from smoe_fairseq.modules import RoutingStats, StratifiedMoE
+from smoe_fairseq.modules.gates import GATES
 from smoe_fairseq.modules.statistics import balance_loss
 
 
@@ -153,7 +154,8 @@ class SMoELabelSmoothedCrossEntropyCriterionConfig(LabelSmoothedCrossEntropyCrit
     moe_z_loss_wt: float = option(0.0, "weight of the gates' z-loss, which keeps logits small")
     moe_entropy_loss_wt: float = option(
         1e-4,
-        "weight of the gates' entropy (with --moe-gate top-p), which limits the experts per token",
+        "weight of the gates' entropy, which limits the experts per token (with --moe-gate "
+        f"{', '.join(name for name, kind in GATES.items() if kind.has_entropy_loss)})",
     )
     cmr_gate_loss_wt: float = option(0.1, "weight of the CMR budget loss (with --moe-cmr)")
     cmr_gate_loss_p: float = option(0.8, "budget: target mean of the CMR gate, 0 to 1")
@@ -185,7 +187,7 @@ _BOUNDS |= {"validate_sentences": (0, math.inf), "validate_beam": (1, math.inf)}
 class SMoELabelSmoothedCrossEntropyCriterion(LabelSmoothedCrossEntropyCriterion):
     """``L = label-smoothed cross entropy + alpha * balance loss`` (paper, eq. 8 to 11).
 
-    Flags add the z-loss of the gates, the entropy loss of top-p gates, and the budget losses of CMR
+    Flags add the z-loss of the gates, the entropy loss of some gates, and the budget losses of CMR
     (``--moe-cmr``) and of the strata (``--smoe-capacity-budget``). A dense model has only the cross
     entropy. Each loss is multiplied by the batch's sample size, so that after fairseq's division all are
     means over the tokens of an update, for any ``--update-freq`` and number of ranks.
@@ -271,11 +273,11 @@ class SMoELabelSmoothedCrossEntropyCriterion(LabelSmoothedCrossEntropyCriterion)
         yield "moe_gate_loss", self.moe_gate_loss_wt if learning else 0.0, mean(losses)
         if self.moe_z_loss_wt:
             yield "moe_z_loss", self.moe_z_loss_wt, mean([s.z_loss for s in ran.values()])
-        if first.stats_builder.has_entropy:
+        if first.stats_builder.kind.has_entropy_loss:
             entropies = [stats.entropy for stats in ran.values()]
             yield "moe_entropy_loss", self.moe_entropy_loss_wt, mean(entropies)
-        if first.stats_builder.has_l1:
-            yield "moe_l1_loss", 1.0, mean([stats.l1 for stats in ran.values()])
+        if name := first.stats_builder.kind.own_loss:
+            yield name, 1.0, mean([stats.own_loss for stats in ran.values()])
         stats = list(ran.values())
         if first.cmr is not None:
             budget = cmr_budget_loss(stats, self.cmr_gate_loss_p) if stats else zero

@@ -11,13 +11,14 @@ from smoe_fairseq.errors import UsageError
 from smoe_fairseq.flags import flag_of
 from smoe_fairseq.models.memory import check_size
 from smoe_fairseq.models.options import (
+    BLOCK_FLAGS,
     DecoderOptions,
     MoEOptions,
     SMoEMultilingualTransformerConfig,
     SMoETransformerConfig,
 )
 from smoe_fairseq.modules import OptionError, Strata, StratifiedMoE
-from smoe_fairseq.modules.config import MoEConfig
+from smoe_fairseq.modules.config import MoEConfig, gates_that_read, without_effect
 from smoe_fairseq.modules.gates import GATES
 
 # Larger models would take minutes to build, and then not fit.
@@ -31,10 +32,6 @@ DENSE_OPTIONS |= {"expert_parallel"}
 EXPERT_OPTIONS = [flag for name, flag in MoEConfig.flags().items() if name not in DENSE_OPTIONS]
 # Old checkpoints of dense models may have these, and options without the option that they depend on.
 ONCE_DENSE_OPTIONS = {"moe_eom", "moe_fom", "moe_gating_dropout", "moe_stacked"}
-DEPENDENT_OPTIONS = MoEConfig.dependent_options() | {
-    name: ("moe_gate", ("hash", "hash-topk"), (getattr(MoEOptions, name),))
-    for name in ("moe_hash_table", "moe_hash_seed")
-}
 
 _loading = ContextVar("whether the options are a checkpoint's own", default=False)
 
@@ -170,18 +167,20 @@ def _check_numbers(config: DecoderOptions) -> None:
 
 
 def _check_gate(config: MoEOptions, sides: list[str]) -> None:
-    if config.moe_gate == "expert-choice" and "encoder" not in config.SIDES:
+    name, kind = config.moe_gate, GATES[config.moe_gate]
+    if kind.in_decoder and "encoder" not in config.SIDES:
+        others = ", ".join(name for name, kind in GATES.items() if not kind.in_decoder)
         raise ValueError(
-            "--moe-gate expert-choice: experts would see later tokens, which a language model must not; "
-            f"expected one of {', '.join(g for g in GATES if g != 'expert-choice')}"
+            f"--moe-gate {name}: experts would see later tokens, which a language model must not; "
+            f"expected one of {others}"
         )
-    if config.moe_gate == "expert-choice" and "encoder" not in sides:
-        raise ValueError("--moe-gate expert-choice: expected it with --encoder-moe-freq above 0")
-    for side in sides if config.moe_gate == "depths" and not _loading.get() else ():
+    if kind.in_decoder and "encoder" not in sides:
+        raise ValueError(f"--moe-gate {name}: expected it with --encoder-moe-freq above 0")
+    for side in sides if kind.skips_tokens and not _loading.get() else ():
         fewest = min(strata.num_experts for strata in config.strata_of(side))
         if (config.moe_capacity_factor or 0) >= fewest:
             raise ValueError(
-                f"--moe-capacity-factor {config.moe_capacity_factor} with --moe-gate depths: experts would "
+                f"--moe-capacity-factor {config.moe_capacity_factor} with --moe-gate {name}: experts would "
                 f"take all tokens; expected a number below {fewest}, such as 0.5"
             )
     for side in sides if config.moe_gate_residual == "layers" else ():
@@ -208,13 +207,17 @@ def _check_effect(config: MoEOptions, has_experts: bool) -> None:
             raise ValueError(
                 f"{flag_of(name)} {getattr(config, name)}: expected it with --{side}-moe-freq above 0"
             )
-    if config.cmr_gate_drop and not config.moe_cmr:
-        raise ValueError(f"--cmr-gate-drop {config.cmr_gate_drop}: expected it with --moe-cmr")
-    for name, (other, needed, accepted) in () if _loading.get() else DEPENDENT_OPTIONS.items():
-        value = getattr(config, name)
-        if str(value) not in map(str, accepted) and str(getattr(config, other)) not in needed:
+    if _loading.get():
+        return
+    options = {name: getattr(config, option) for name, option in MoEConfig.flags().items()}
+    for sentence in without_effect(options).values():
+        raise ValueError(OptionError(sentence).named(BLOCK_FLAGS))
+    by_id = gates_that_read("hash_table")
+    for name in ("moe_hash_table", "moe_hash_seed"):
+        value = str(getattr(config, name))
+        if config.moe_gate not in by_id and value != str(getattr(MoEOptions, name)):
             raise ValueError(
-                f"{flag_of(name)} {value}: expected it with {flag_of(other)} {' or '.join(needed)}"
+                f"{flag_of(name)} {value}: expected it with --moe-gate {' or '.join(by_id)}"
             )
 
 
@@ -277,7 +280,7 @@ def _strata_of(shapes: dict[str, tuple]) -> str:
     if not blocks:
         return _DENSE
     if any(f"{block}gates.0.table" in shapes for block in blocks):
-        return "--moe-gate hash"
+        return f"--moe-gate {' or '.join(gates_that_read('hash_table'))}"
     sides, kinds = {}, set()
     for block in blocks:
         kind, strata = _strata_of_block(shapes, block)

@@ -12,6 +12,7 @@ import math
 import os
 from argparse import Namespace
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
@@ -20,9 +21,9 @@ from smoe_fairseq.errors import UsageError
 from smoe_fairseq.flags import flag_of
 from smoe_fairseq.host_memory import machine_memory
 from smoe_fairseq.models.options import DecoderOptions
-from smoe_fairseq.modules.config import FIRST_RESIDUAL
+from smoe_fairseq.modules.config import FIRST_RESIDUAL, MoEConfig
 from smoe_fairseq.modules.gates import GATES
-from smoe_fairseq.modules.gates.linear import AnyNumberGate
+from smoe_fairseq.modules.gates.linear import Gate
 from smoe_fairseq.modules.parallel import Placement
 
 LENGTH = 32  # tokens of a sentence, if the data is unknown
@@ -102,7 +103,9 @@ def parts(config: DecoderOptions, task) -> list[Part]:
         for each in strata:
             norms = 1 if config.moe_stacked else len(each) + (config.smoe_norm == "released")
             free = config.moe_null_experts + config.moe_copy_experts + config.moe_constant_experts
-            scores = 0 if config.moe_gate == "hash" else sum(each.visible) + free * len(each)
+            scores = (sum(each.visible) + free * len(each)) * (
+                "weight" in _gate(config, side).per_expert
+            )
             shared += D * (scores + 2 * norms + 3 * config.moe_constant_experts)
             first = FIRST_RESIDUAL.get(str(config.moe_gate_residual), len(each))
             shared += sum((seen + free) ** 2 for seen in each.visible[first:])
@@ -418,7 +421,7 @@ def _block(run: Run, side: str, strata, network, dropped: float) -> tuple[float,
             tokens = share
             factor = _capacity(config)
             copies *= share if not factor else min(1, factor / copies) * share
-        elif _has_all_rows(config, side) and not place.is_sharded:
+        elif _gate(config, side).any_number and not place.is_sharded:
             copies = visible  # rows, also of experts that do not take the token
         own = len(set(place.local) & set(range(first, first + visible)))
         received = copies * own / visible * place.group_size  # by this rank's experts
@@ -435,33 +438,23 @@ def _block(run: Run, side: str, strata, network, dropped: float) -> tuple[float,
     return kept + D * (config.smoe_norm == "released"), moment
 
 
-def _experts_choose(config: DecoderOptions, side: str) -> bool:
-    """Whether experts take tokens; decoders of models with expert choice have a top-k gate."""
-    return config.moe_gate == "depths" or (config.moe_gate == "expert-choice" and side == "encoder")
-
-
-def _has_all_rows(config: DecoderOptions, side: str) -> bool:
-    """Whether a grouped product has a row for each expert and token, since any number may be chosen."""
-    return _experts_choose(config, side) or issubclass(GATES[config.moe_gate], AnyNumberGate)
+def _gate(config: DecoderOptions, side: str) -> type[Gate]:
+    """The gates of a side."""
+    kind = GATES[str(config.moe_gate)]
+    return GATES[kind.in_decoder] if kind.in_decoder and side == "decoder" else kind
 
 
 def choices(config: DecoderOptions, side: str, experts: int) -> float:
     """Experts per token and stratum, if the gate sees this number of experts, all equally likely."""
-    gate = config.moe_gate
-    if gate in ("hash", "base"):
-        return 1.0
-    if _experts_choose(config, side):
-        return min(_capacity(config), experts)
-    if gate == "top-p":
-        return min(experts, math.ceil(round(config.moe_top_p * experts, 9)))
-    free = config.moe_null_experts + config.moe_copy_experts + config.moe_constant_experts
-    return min(config.moe_top_k, experts) * experts / (experts + free)
+    options = {name: getattr(config, option) for name, option in MoEConfig.flags().items()}
+    options["capacity_factor"] = _capacity(config)
+    return _gate(config, side).experts_per_token(SimpleNamespace(**options), experts)
 
 
 def _capacity(config: DecoderOptions) -> float:
     """The capacity factor, by default the gate's."""
     factor = config.moe_capacity_factor
-    return float(GATES[config.moe_gate].default_capacity if factor is None else factor)
+    return float(GATES[str(config.moe_gate)].default_capacity if factor is None else factor)
 
 
 # ---- Translating ----

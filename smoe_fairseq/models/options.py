@@ -12,7 +12,8 @@ from fairseq.models.transformer import TransformerConfig
 from omegaconf import II, OmegaConf
 
 from smoe_fairseq.flags import flag_of
-from smoe_fairseq.modules.config import MoEConfig
+from smoe_fairseq.modules.config import MoEConfig, gates_that_read, without_effect
+from smoe_fairseq.modules.gates import GATES
 from smoe_fairseq.modules.strata import OptionError, Strata
 
 HASH_TABLES = ("random", "balanced")
@@ -54,7 +55,8 @@ class MoEOptions(BlockOptions):
     decoder_moe_freq: int = option(-1, "--moe-freq of the decoder; -1: as --moe-freq")
     moe_hash_table: ChoiceEnum(HASH_TABLES) = option(
         "random",
-        "--moe-gate hash, hash-topk: how the table assigns token types to experts: at random, or so that "
+        f"--moe-gate {', '.join(gates_that_read('hash_table'))}: how the table assigns token types to "
+        "experts: at random, or so that "
         "each expert gets equally many tokens, by the dictionary's counts",
     )
     moe_hash_seed: int = option(1, "--moe-hash-table random: the random seed")
@@ -104,11 +106,13 @@ class MoEOptions(BlockOptions):
         for each in fields(MoEConfig):
             if each.metadata["choices"] and each.name in options:
                 options[each.name] = str(options[each.name])
-        if options["gate"] == "expert-choice":
-            if side == "decoder":  # where tokens must not depend on later ones
-                options["gate"] = "topk"
-            else:
-                options["balance_over"] = "batch"  # it has no balance loss
+        kind = GATES[options["gate"]]
+        if kind.in_decoder and side == "decoder":  # where tokens must not depend on later ones
+            options["gate"] = kind.in_decoder
+        elif kind.in_decoder and not kind.has_balance_loss:
+            options["balance_over"] = "batch"
+        # Checkpoints may have options without effect.
+        options |= {name: getattr(MoEConfig, name) for name in without_effect(options)}
         options["activation_fn"] = utils.get_activation_fn(str(self.activation_fn))
         return [options | {"strata": str(strata)} for strata in self.strata_of(side)]
 

@@ -5,21 +5,38 @@ The block's arguments, fairseq's flags (models/options.py) and the checks are ma
 
 import math
 import numbers
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, fields
-from typing import NamedTuple, Optional
+from typing import Any, NamedTuple, Optional
 
 from torch import Tensor
 
 from smoe_fairseq.modules.activation import Activation
 from smoe_fairseq.modules.experts import EXECUTIONS
 from smoe_fairseq.modules.gates import GATES
+from smoe_fairseq.modules.gates.linear import Gate
 from smoe_fairseq.modules.routing import DROP_ORDERS
 from smoe_fairseq.modules.strata import OptionError, Strata
 
-_RANKED = ("topk", "hash-topk", "expert-choice")  # the last with top-k in the decoder
+GATE = ("gate",)  # of options that only some gates read: those that name it in `Gate.options`
 FREE_EXPERTS = ("null_experts", "copy_experts", "constant_experts")
 FIRST_RESIDUAL = {"strata": 1, "layers": 0}  # the first gate with a gate_residual of this kind
+
+
+def gates_that_read(option: str) -> list[str]:
+    """Names of the gates for which a model accepts an option that only some gates read."""
+    kinds = GATES.items()
+    return [name for name, kind in kinds if option in kind.options | kind.decoder_options]
+
+
+def _only_with(option: str) -> str:
+    return f"--moe-gate {', '.join(gates_that_read(option))}"
+
+
+def _default_capacity() -> str:
+    most, gates = Gate.default_capacity, {n: kind.default_capacity for n, kind in GATES.items()}
+    others = [f"{name} {value:g}" for name, value in gates.items() if value != most]
+    return f"{most}; with --moe-gate {', '.join(others)}"
 
 
 class Bounds(NamedTuple):
@@ -40,10 +57,10 @@ def option(
     default,
     help: str,
     flag: str | None = None,
-    choices: tuple[str, ...] = (),
+    choices: Collection[str] = (),
     bounds: Bounds | None = None,
     alias: str = "",
-    needs: tuple[str, ...] = (),
+    needs: tuple = (),
     harmless: tuple = (),
 ):
     """A field of `MoEConfig`.
@@ -52,7 +69,7 @@ def option(
         flag: the model's option that sets it; None: ``moe_`` and its name; empty: no such option.
         choices: the valid values; empty: any.
         alias: a second flag.
-        needs: another option, followed by its values for which this option has an effect.
+        needs: another option, followed by its values for which this option has an effect; or `GATE`.
         harmless: further values that are accepted where the option has no effect.
     """
     metadata = {"help": help, "flag": flag, "choices": choices, "bounds": bounds, "alias": alias}
@@ -81,55 +98,59 @@ class MoEConfig:
     )
     gate: str = option(
         "topk",
-        "how experts are chosen. topk: the k experts with the highest scores; top-p: the best, up "
-        "to a probability of --moe-top-p; hash: one, by a table of token ids; hash-topk: the first "
-        "by that table, the others by score; base: one, so that a batch is balanced; expert-choice: "
-        "each expert chooses its best tokens (encoder only); relu: all with a logit above 0; "
-        "threshold: all with a score above a running threshold; depths: Mixture-of-Depths",
-        choices=tuple(GATES),
+        "how experts are chosen. "
+        + "; ".join(f"{name}: {kind.summary}" for name, kind in GATES.items()),
+        choices=GATES,
     )
     top_k: int = option(
         2,
-        "experts per token and stratum, null experts included; with --moe-gate relu and threshold, "
-        "their target mean",
-        needs=("gate", *_RANKED, "relu", "threshold"),
+        "experts per token and stratum, null experts included; for gates that learn their number, its "
+        "target mean",
+        needs=GATE,
         harmless=(1,),
     )
     top_p: float = option(
         0.4,
-        "--moe-gate top-p: least sum of the probabilities of a token's experts",
-        needs=("gate", "top-p"),
+        f"{_only_with('top_p')}: least sum of the probabilities of a token's experts",
+        bounds=SHARE,
+        needs=GATE,
     )
     threshold_step: float = option(
         0.05,
-        "--moe-gate threshold, depths: weight of the newest update in the running thresholds",
+        f"{_only_with('threshold_step')}: weight of the newest update in the running thresholds",
         bounds=SHARE,
-        needs=("gate", "threshold", "depths"),
+        needs=GATE,
     )
     scores: str = option(
         "softmax",
-        "--moe-gate topk: function that turns logits into scores",
+        f"{_only_with('scores')}: function that turns logits into scores",
         choices=("softmax", "sigmoid"),
+        needs=GATE,
     )
     gate_residual: str = option(
         "none",
         "MoE++: add a learnt linear map of an earlier gate's logits. strata: of the token's last "
         "stop in the layer; layers: of the previous MoE layer, too",
         choices=("none", "strata", "layers"),
-        needs=("gate", "topk"),
+        needs=GATE,
     )
     null_experts: int = option(
         0,
         "number of experts that return 0 and cost nothing; use a larger --moe-top-k with them",
         bounds=NUMBER,
+        needs=GATE,
     )
     copy_experts: int = option(
-        0, "number of experts that return their input; chosen like null experts", bounds=NUMBER
+        0,
+        "number of experts that return their input; chosen like null experts",
+        bounds=NUMBER,
+        needs=GATE,
     )
     constant_experts: int = option(
         0,
         "number of experts that mix their input with a learnt vector; chosen like null experts",
         bounds=NUMBER,
+        needs=GATE,
     )
     expert_ffn_dim: int = option(
         0,
@@ -147,6 +168,7 @@ class MoEConfig:
         "how the load of experts is balanced: by a loss, or by a bias that changes the choice but "
         "not the weights",
         choices=("loss", "bias"),
+        needs=GATE,
     )
     bias_step: float = option(
         1e-3,
@@ -180,23 +202,23 @@ class MoEConfig:
     capacity_factor: Optional[float] = option(  # noqa: UP045 (fairseq reads no other form)
         None,
         "in training an expert processes at most ceil(factor * tokens / experts) tokens; 0: no "
-        "limit; default: 2.0; with --moe-gate depths 0.5, with top-p, relu and threshold 0",
+        f"limit; default: {_default_capacity()}",
         bounds=FACTOR,
-        needs=("gate", *_RANKED, "top-p", "relu", "threshold", "depths"),
+        needs=GATE,
         harmless=(2.0, 0.0),
     )
     eval_capacity_factor: float = option(
         0.0,
         "the same in evaluation; with 0, no limit, a translation does not depend on its batch",
         bounds=FACTOR,
-        needs=("gate", *_RANKED, "top-p", "relu", "threshold"),
+        needs=GATE,
     )
     second_expert_policy: str = option(
         "sampling",
         "second and later experts in training. sampling: drawn by their scores; all: the best; "
         "random: the best, kept with probability min(1, 2 * weight)",
         choices=("sampling", "all", "random"),
-        needs=("gate", *_RANKED),
+        needs=GATE,
         harmless=("all",),
     )
     gate_normalization: str = option(
@@ -204,7 +226,7 @@ class MoEConfig:
         "when the weights of a token's experts are divided by their sum: after dropping, before "
         "it, or never",
         choices=("after-drop", "before-drop", "none"),
-        needs=("gate", *_RANKED),
+        needs=GATE,
         harmless=("none",),
     )
     drop_order: str = option(
@@ -212,7 +234,7 @@ class MoEConfig:
         "which tokens an expert keeps when it is full. sentence: the first in the batch; score: those "
         "with the highest gate probability; random: a random choice",
         choices=DROP_ORDERS,
-        needs=("gate", *_RANKED, "top-p", "relu", "threshold"),
+        needs=GATE,
     )
     norms: str = option(
         "paper",
@@ -259,6 +281,7 @@ class MoEConfig:
         "CMR: probability in training that a token uses only the shared FFN",
         "cmr_gate_drop",
         bounds=PROBABILITY,
+        needs=("cmr", True),
     )
     expert_parallel: bool = option(
         False,
@@ -277,7 +300,10 @@ class MoEConfig:
     )
     activation_dropout: float = option(0.0, "dropout after the activation in the experts", flag="")
     hash_table: Tensor | None = option(
-        None, "gate hash or hash-topk: the expert of each token id, of shape (V,)", flag=""
+        None,
+        "the expert of each token id, of shape (V,)",
+        flag="",
+        needs=GATE,
     )
     execution: str = option(
         "auto",
@@ -301,8 +327,9 @@ class MoEConfig:
                 raise OptionError(f"{{{name}}} {{value}}: expected a number", value=repr(value))
             if data["bounds"] and not data["bounds"].hold(value):
                 raise OptionError(f"{{{name}}} {value}: {data['bounds'].expected}")
-        if sentence := _contradiction(self, self.layout):
-            raise OptionError(sentence)
+        for sentence in (*without_effect(vars(self)).values(), _contradiction(self, self.layout)):
+            if sentence:
+                raise OptionError(sentence)
 
     @property
     def layout(self) -> Strata:
@@ -321,19 +348,25 @@ class MoEConfig:
         flags = {name: f"moe_{name}" if flag is None else flag for name, flag in flags.items()}
         return {name: flag for name, flag in flags.items() if flag}
 
-    @classmethod
-    def dependent_options(cls) -> dict[str, tuple[str, tuple, tuple]]:
-        """Maps the models' options that depend on another option to three things.
 
-        They are the other option, its values that are needed, and the values accepted without them.
-        """
-        flags, dependent = cls.flags(), [each for each in fields(cls) if each.metadata["needs"]]
-        result = {}
-        for each in dependent:
-            other, *needed = each.metadata["needs"]
-            accepted = each.default, *each.metadata["harmless"]
-            result[flags[each.name]] = flags[other], tuple(needed), accepted
-        return result
+def without_effect(options: Mapping[str, Any]) -> dict[str, str]:
+    """The options of `MoEConfig` that change nothing beside the others, each with a sentence about it."""
+    found = {}
+    for each in fields(MoEConfig):
+        name, needs = each.name, each.metadata["needs"]
+        if not needs or name not in options:
+            continue
+        other, *values = needs
+        if needs == GATE:
+            values = gates_that_read(name)
+        accepted = each.default, *each.metadata["harmless"]
+        # Options of a model are enumerations, equal to their values only as strings.
+        if str(options[name]) in map(str, accepted) or str(options[other]) in map(str, values):
+            continue
+        expected = " or ".join([f"{{{other}}}"] if values == [True] else map(str, values))
+        where = "" if values == [True] else f"{{{other}}} "
+        found[name] = f"{{{name}}} {options[name]}: expected it with {where}{expected}"
+    return found
 
 
 def _contradiction(c: MoEConfig, strata: Strata) -> str | None:
@@ -346,24 +379,19 @@ def _contradiction(c: MoEConfig, strata: Strata) -> str | None:
     # The gate.
     if several and kind.single_stratum:
         return f"{{gate}} {gate}: {one}"
-    if kind.uses_top_k and c.top_k < 1:
+    uses_top_k = "top_k" in kind.options
+    if uses_top_k and c.top_k < 1:
         return f"{{top_k}} {c.top_k}: expected a whole number of at least 1"
     fewest = min(strata.visible) + sum(getattr(c, name) for name in FREE_EXPERTS)
-    if kind.uses_top_k and c.top_k > fewest:
+    if uses_top_k and c.top_k > fewest:
         return (
             f"{{top_k}} {c.top_k}: a gate of {{strata}} {strata} sees {fewest} expert{'s' * (fewest != 1)}, "
             f"so top-k can be at most {fewest}; or give every gate at least {c.top_k} experts"
         )
-    for name in (*FREE_EXPERTS, "balance", "scores"):
-        if gate != "topk" and getattr(c, name) != getattr(MoEConfig, name):
-            return f"{{{name}}} {getattr(c, name)}: it is an option of {{gate}} topk, not of {gate}"
-    if gate == "top-p" and not SHARE.hold(c.top_p):
-        return f"{{top_p}} {c.top_p}: {SHARE.expected}"
-    what = "{stacked}" if strata.stacked else f"{{gate}} {gate}"
-    if c.gate_residual != "none" and (gate != "topk" or strata.stacked):
+    if c.gate_residual != "none" and strata.stacked:
         value = c.gate_residual
         return (
-            f"{{gate_residual}} {value} with {what}: its gates have no such residual; expected none"
+            f"{{gate_residual}} {value} with {{stacked}}: expected none, as gates see other experts"
         )
     if c.gate_residual == "strata" and not several:
         return f"{{gate_residual}} strata: {{strata}} {strata} has a single gate; expected none, or layers"

@@ -18,7 +18,6 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from smoe_fairseq.modules import torch_features
-from smoe_fairseq.modules.gates.top_k import TopKGate
 from smoe_fairseq.modules.grouped import can_group, one_kernel
 from smoe_fairseq.modules.routing import exact
 from smoe_fairseq.modules.statistics import RoutingStats
@@ -90,22 +89,9 @@ def applies(block, x: Tensor) -> bool:
         and not (block.branches or config.eom or config.capacity_budget)
         and not (block.training and config.gating_dropout)
         and config.balance_over == "batch"
-        and all(map(_is_plain, gates))
+        and all(gate.supports("fused") and gate.top_k <= MAX_CHOICES for gate in gates)
         and all(norm.weight.dtype == gates[0].weight.dtype for norm in norms)
         and (kernels().is_interpreted() or (x.is_cuda and triton_works(x.device)))
-    )
-
-
-def _is_plain(gate) -> bool:
-    """Whether the gate selects by softmax scores alone, and has no hooks."""
-    return (
-        type(gate) is TopKGate
-        and gate.scores == "softmax"
-        and gate.top_k <= MAX_CHOICES
-        and not (gate.free_experts or gate.bias or gate.exit_bias.is_active)
-        and gate.residual_weight is None
-        and (gate.capacity.order == "sentence" or not gate.capacity.current_factor)
-        and not (gate._forward_hooks or gate._forward_pre_hooks)
     )
 
 

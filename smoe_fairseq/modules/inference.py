@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from smoe_fairseq.modules.experts import PerExpert
-from smoe_fairseq.modules.gates.top_k import TopKGate
+from smoe_fairseq.modules.gates.linear import Gate
 from smoe_fairseq.modules.rows import IndexedTokens
 from smoe_fairseq.modules.torch_features import autocast_dtype
 
@@ -36,19 +36,7 @@ def applies(block, x: Tensor) -> bool:
         and not block.experts.placement.is_sharded
         and block.execution != "grouped"
         and not (block.branches or block.config.eom)
-        and all(map(_is_plain, block.gates))
-    )
-
-
-def _is_plain(gate) -> bool:
-    """Whether the gate selects just the one or two best experts, and has no hooks."""
-    return (
-        type(gate) is TopKGate
-        and gate.weight.dtype == torch.float32
-        and gate.top_k <= 2
-        and not (gate.free_experts or gate.bias or gate.capacity.eval_factor or gate.exit_bias.bias)
-        and gate.residual_weight is None
-        and not (gate._forward_hooks or gate._forward_pre_hooks)
+        and all(gate.supports("inference") for gate in block.gates)
     )
 
 
@@ -79,8 +67,8 @@ def forward(block, x: Tensor, padding_mask: Tensor | None = None) -> Tensor:
     return norms.finish(x_TD, y_TD, tokens, padding_T).view_as(x)
 
 
-def best_experts(gate: TopKGate, h_TD: Tensor) -> "tuple[np.ndarray, np.ndarray]":
-    """Experts, as the gate numbers them, and weights ``(T, K)``, equal to `TopKGate`'s without dropping."""
+def best_experts(gate: Gate, h_TD: Tensor) -> "tuple[np.ndarray, np.ndarray]":
+    """Experts, as the gate numbers them, and weights ``(T, K)``, equal to the gate's without dropping."""
     logits_TE = F.linear(h_TD, gate.weight)
     score_TE = logits_TE.sigmoid() if gate.scores == "sigmoid" else logits_TE.softmax(dim=-1)
     score_TE, row_T = score_TE.numpy(), np.arange(len(h_TD))

@@ -27,6 +27,7 @@ from smoe_fairseq.modules.branches import (
 from smoe_fairseq.modules.config import FIRST_RESIDUAL, MoEConfig
 from smoe_fairseq.modules.experts import Experts, start_pass
 from smoe_fairseq.modules.gates import GATES
+from smoe_fairseq.modules.gates.linear import Gate
 from smoe_fairseq.modules.parallel import Placement, compute_over_ranks
 from smoe_fairseq.modules.routing import Routing
 from smoe_fairseq.modules.rows import Copies, IndexedTokens, MaskedTokens
@@ -66,12 +67,8 @@ class StratifiedMoE(nn.Module):
         self.strata = config.layout
         norms = StackedNorms if config.stacked else NORMS[config.norms]
         self.layer_norms = norms(embed_dim, len(self.strata), config.dropout, config.dropout_per)
-        self.gates = nn.ModuleList(
-            GATES[config.gate](config, embed_dim, num_visible, own)
-            for num_visible, own in zip(self.strata.visible, self.strata.own, strict=True)
-        )
-        for gate in self.gates[FIRST_RESIDUAL.get(config.gate_residual, len(self.gates)) :]:
-            gate.add_residual()
+        self.embed_dim = embed_dim
+        self.gates = nn.ModuleList(map(self.draw_gate, range(len(self.strata))))
         self.stats_builder = StatsBuilder(config, self.gates)
         self.choices = self.stats_builder.choices  # K
         placement = self._placement(config.expert_parallel)
@@ -97,6 +94,14 @@ class StratifiedMoE(nn.Module):
         self.compute_tables()
         self.register_load_state_dict_post_hook(StratifiedMoE.compute_tables)
         self.execution = config.execution
+
+    def draw_gate(self, stratum: int) -> Gate:
+        """A gate of this block with new initial weights, on torch's default device."""
+        config, sizes = self.config, (self.strata.visible[stratum], self.strata.own[stratum])
+        gate = GATES[config.gate](config, self.embed_dim, *sizes)
+        if stratum >= FIRST_RESIDUAL.get(config.gate_residual, len(self.strata)):
+            gate.add_residual()
+        return gate
 
     def compute_tables(self, *_) -> None:
         """Computes the tables of experts on the device of the weights.
@@ -245,7 +250,9 @@ class StratifiedMoE(nn.Module):
         extra_input = self.gates[0].extra_input
         if extra_input == "id":
             if ids is None or ids.shape != x.shape[:-1]:
-                raise ValueError(f"a hash gate needs ids of shape {tuple(x.shape[:-1])}")
+                raise ValueError(
+                    f"gate {self.config.gate} needs ids of shape {tuple(x.shape[:-1])}"
+                )
             return ids.reshape(-1)
         if extra_input == "sentence":
             *sentences, length = 1, *x.shape[:-1]

@@ -34,13 +34,20 @@ class RoutingStats(NamedTuple):
     z_loss: Tensor  # scalar, mean over the gates, without its weight
     cmr_gate_sum: Tensor | None  # scalar: sum of the CMR gate over the tokens; None without CMR
     cmr_tokens: Tensor | None  # scalar: tokens in this sum
-    entropy: Tensor | None  # top-p gates: scalar, mean over the gates, without its weight
+    entropy: (
+        Tensor | None
+    )  # gates that are trained by it: scalar, mean over the gates, without its weight
     asked: Tensor | None  # (L, E + M): choices per expert, if the balance loss counts all choices
     observed: Tensor | None  # (L, N): argument of `StratifiedMoE.end_update`
-    l1: Tensor | None  # ReLU gates: scalar, mean over the gates, with its coefficient
+    own_loss: Tensor | None  # scalar, mean over the gates of `Gate.own_loss`, with its coefficient
     mean_probs: Tensor | None  # (L, E + M), with gradient, if the balance loss is over an update
     stops: Tensor | None  # scalar, `expected_stops`, if there is a capacity budget
     gate_logits: Tensor | None  # x.shape[:-1] + (E + M,): the first gate's, for the next MoE layer
+
+    @property
+    def l1(self) -> Tensor | None:
+        """The own loss of ReLU gates."""
+        return self.own_loss
 
     def __repr__(self) -> str:
         """One line of means."""
@@ -112,12 +119,10 @@ class StatsBuilder:
     """Builds the `RoutingStats` of a block's passes."""
 
     def __init__(self, config: MoEConfig, gates: Sequence[nn.Module]):
-        self.config, self.strata = config, config.layout
+        self.config, self.strata, self.kind = config, config.layout, type(gates[0])
         self.choices = max(gate.top_k for gate in gates)  # K, the largest
         self.free_experts = config.constant_experts + config.copy_experts + config.null_experts
         self.num_observed = max(gate.num_observed for gate in gates)  # N, the largest
-        self.has_entropy = config.gate == "top-p"
-        self.has_l1 = config.gate == "relu"
         self.returns_gate_logits = config.gate_residual == "layers"
 
     def stats(self, visits: list[Visit], shape: torch.Size, cmr: CMROutput | None) -> RoutingStats:
@@ -153,10 +158,12 @@ class StatsBuilder:
             z_loss=_mean([each.z_loss() for each in counts]),
             cmr_gate_sum=cmr and cmr.gate_sum,
             cmr_tokens=cmr and cmr.tokens,
-            entropy=_mean([each.entropy() for each in counts]) if self.has_entropy else None,
+            entropy=_mean([each.entropy() for each in counts])
+            if self.kind.has_entropy_loss
+            else None,
             asked=asked,
             observed=observed,
-            l1=_mean([routing.l1 for routing in routings]) if self.has_l1 else None,
+            own_loss=_mean([r.own_loss for r in routings]) if self.kind.own_loss else None,
             mean_probs=mean_probs,
             stops=expected_stops(self.strata, counts) if self.config.capacity_budget else None,
             gate_logits=self._gate_logits(visits[0], shape) if self.returns_gate_logits else None,

@@ -18,6 +18,7 @@ class BaseGate(LinearGate):
     no capacity.
     """
 
+    summary = "one, so that a batch is balanced"
     single_stratum = True
     top_k = 1
 

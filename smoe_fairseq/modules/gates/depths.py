@@ -19,8 +19,15 @@ class DepthsGate(ExpertChoiceGate):
     a running mean over training batches, so tokens do not depend on each other. There is no loss.
     """
 
+    summary = "Mixture-of-Depths"
+    options = frozenset({"capacity_factor", "threshold_step"})
+    in_decoder = None
+    decoder_options = frozenset()
+    skips_tokens = True
     learns_num_experts = True
     default_capacity = 0.5
+    per_expert = ("weight", "threshold.steps")
+    weights_depend_on_all = False
     learner = "threshold"
     learns_by_counts = True
 

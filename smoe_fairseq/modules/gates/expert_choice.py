@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from smoe_fairseq.modules.gates.linear import LinearGate
+from smoe_fairseq.modules.gates.top_k import RANKED
 from smoe_fairseq.modules.routing import Places, Routing, most_copies
 
 
@@ -19,15 +20,26 @@ class ExpertChoiceGate(LinearGate):
     ``eval_capacity_factor`` unless that is 0. There is no loss.
     """
 
+    summary = "each expert chooses its best tokens (encoder only)"
+    options = frozenset({"capacity_factor", "eval_capacity_factor"})
     extra_input = "sentence"
     single_stratum = True
     needs_capacity = True
+    in_decoder = "topk"
+    decoder_options = RANKED
+    any_number = True
+    ordered = False
+    weights_depend_on_all = True
 
     def __init__(self, config, *sizes: int):
         super().__init__(config, *sizes)
         self.factor = config.capacity_factor
         self.eval_factor = config.eval_capacity_factor or self.factor
         self.top_k = self.num_experts  # at most
+
+    @classmethod
+    def experts_per_token(cls, config, num_experts: int) -> float:
+        return float(min(config.capacity_factor, num_experts))
 
     def decide(self, x_TD: Tensor, active_T: Tensor, sentence_T: Tensor) -> Routing:
         """``sentence`` is the index of each token's sentence."""

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from smoe_fairseq.modules.gates.linear import Gate, route_to_one
-from smoe_fairseq.modules.gates.top_k import TopKGate
+from smoe_fairseq.modules.gates.top_k import RANKED, TopKGate
 from smoe_fairseq.modules.routing import Routing
 
 
@@ -21,9 +21,12 @@ class HashGate(Gate):
         table: the expert of each id, ``(V,)``; part of the state dict.
     """
 
+    summary = "one, by a table of token ids"
+    options = frozenset({"hash_table"})
     extra_input = "id"
     top_k = 1
     single_stratum = True
+    unprunable = "a table with an expert for every token of the dictionary"
 
     def __init__(self, config, *sizes: int):
         super().__init__(config, *sizes)
@@ -44,8 +47,12 @@ class HashTopKGate(TopKGate):
     choices, which the table fixes, so it moves the other choices towards experts with few first choices.
     """
 
+    summary = "the first by that table, the others by score"
+    options = RANKED | {"hash_table"}
     extra_input = "id"
     single_stratum = True
+    can_upcycle = False  # the table is made for a dictionary
+    unprunable = HashGate.unprunable
 
     def __init__(self, config, *sizes: int):
         super().__init__(config, *sizes)

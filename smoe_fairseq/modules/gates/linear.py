@@ -16,6 +16,9 @@ from smoe_fairseq.modules.torch_features import without_autocast
 class Gate(nn.Module):
     """Routes the tokens of one stratum. Subclasses implement `decide`, and set ``top_k``, K.
 
+    The class says what the gate is: options, checks, costs, statistics, conversion of checkpoints and tables
+    read its attributes, and nothing else knows gates by name.
+
     Args:
         config: the block's `MoEConfig`.
         embed_dim: D.
@@ -23,21 +26,57 @@ class Gate(nn.Module):
         own_experts: how many of them, from the first on, are in its own stratum.
     """
 
-    extra_input: str | None = None  # input per token besides the embedding: "id" or "sentence"
-    uses_top_k: bool = False  # whether it reads the option ``top_k``
-    needs_capacity: bool = False  # whether experts choose ``capacity_factor * T / E`` tokens
-    single_stratum: bool = False  # whether it supports only one stratum
-    learns_num_experts: bool = False  # whether the mean number of experts per token is learnt
-    has_balance_loss: bool = False
+    summary: str = ""  # how experts are chosen, for the help of the option ``gate``
+    # Options and inputs.
+    options: frozenset[str] = (
+        frozenset()
+    )  # those it reads, of the options that only some gates read
     default_capacity: float = 2.0  # default of ``capacity_factor``
+    needs_capacity: bool = False  # whether experts choose ``capacity_factor * T / E`` tokens
+    skips_tokens: bool = False  # whether experts must not take all tokens
+    extra_input: str | None = None  # input per token besides the embedding: "id" or "sentence"
+    single_stratum: bool = False  # whether it supports only one stratum
+    in_decoder: str | None = None  # the gate that a decoder has in its place; None: the same
+    decoder_options: frozenset[str] = frozenset()  # those that this other gate reads
+    # Experts per token, see also `experts_per_token`.
+    any_number: bool = False  # whether a token may have all experts, or none; K is E
+    ordered: bool = True  # whether the choices of a token are ordered, best first
+    learns_num_experts: bool = False  # whether the mean number of experts per token is learnt
+    target: int = 1  # experts per token, where their number is learnt
+    # Training.
+    has_balance_loss: bool = False
+    has_entropy_loss: bool = False
+    own_loss: str = ""  # the name in the log of the loss in its routings; empty: they have none
     learner: str = ""  # the submodule that learns from counts by its `update`, not by gradient
     learns_by_counts: bool = False  # whether every gate of this class has a learner
     shares_counts: bool = False  # whether all gates of a model learn from the sum of their counts
-    target: int = 1  # experts per token, where their number is learnt
+    # Checkpoints.
+    per_expert: tuple[str, ...] = ()  # its tensors with a row for each expert that it sees
+    can_upcycle: bool = False  # whether copies of an FFN as experts compute what the FFN does
+    unprunable: str = ""  # why no expert can be removed; empty: experts can
+    weights_depend_on_all: bool = False  # whether weights depend on experts that are not chosen
 
     def __init__(self, config, embed_dim: int, num_experts: int, own_experts: int):
         super().__init__()
         self.num_experts = num_experts
+
+    @classmethod
+    def experts_per_token(cls, config, num_experts: int) -> float:
+        """Experts that compute a token, if all E are equally likely, or the target if the number is learnt.
+
+        Args:
+            config: the block's options.
+        """
+        return float(min(config.top_k, num_experts)) if "top_k" in cls.options else 1.0
+
+    @property
+    def min_experts(self) -> int:
+        """The fewest experts that it has to see."""
+        return self.target
+
+    def supports(self, execution: str) -> bool:
+        """Whether the execution "fused" or "inference" computes this gate; the general one computes all."""
+        return False
 
     def forward(self, x_TD: Tensor, active_T: Tensor | None = None, *extra: Tensor) -> Routing:
         """Route the active tokens (None: all); ``extra`` as in `decide`."""
@@ -63,6 +102,8 @@ class Gate(nn.Module):
 
 class LinearGate(Gate):
     """Scores experts by ``W x`` (the logits of the paper's eq. 2)."""
+
+    per_expert = ("weight",)
 
     def __init__(self, config, embed_dim: int, num_experts: int, own_experts: int):
         super().__init__(config, embed_dim, num_experts, own_experts)
@@ -173,8 +214,10 @@ def route_to_one(
 class AnyNumberGate(LinearGate):
     """Base of gates that choose any number of experts per token; K is E."""
 
+    any_number = True
     learns_num_experts = True
     default_capacity = 0.0
+    options = frozenset({"capacity_factor", "eval_capacity_factor", "drop_order"})
 
     def __init__(self, config, embed_dim: int, num_experts: int, own_experts: int):
         super().__init__(config, embed_dim, num_experts, own_experts)

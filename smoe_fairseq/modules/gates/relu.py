@@ -19,7 +19,9 @@ class ReLUGate(AnyNumberGate):
     logits; the first choice has the highest logit. An exit bias changes only the first choice.
     """
 
-    uses_top_k = True
+    summary = "all with a logit above 0"
+    options = AnyNumberGate.options | {"top_k"}
+    own_loss = "moe_l1_loss"
     learner = "coefficient"
     learns_by_counts = True
     shares_counts = True
@@ -40,7 +42,7 @@ class ReLUGate(AnyNumberGate):
         share_E = routing.all_choices_E / tokens.clamp(min=1)
         mean_busy = (share_E[choice_TE] * weight_TE * chosen_TE).sum() / tokens.clamp(min=1)
         return routing._replace(
-            l1=self.coefficient.value() * self.num_experts / self.target * mean_busy,
+            own_loss=self.coefficient.value() * self.num_experts / self.target * mean_busy,
             observed_N=torch.stack([chosen_TE.sum(), tokens]),
         )
 

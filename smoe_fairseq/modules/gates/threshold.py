@@ -20,7 +20,9 @@ class ThresholdGate(AnyNumberGate):
     whose threshold is exceeded by most; an exit bias changes only the first choice.
     """
 
-    uses_top_k = True
+    summary = "all with a score above a running threshold"
+    options = AnyNumberGate.options | {"top_k", "threshold_step"}
+    per_expert = ("weight", "threshold.steps")
     learner = "threshold"
     learns_by_counts = True
 

@@ -16,6 +16,10 @@ from smoe_fairseq.modules.gates.linear import (
 )
 from smoe_fairseq.modules.routing import Capacity, Routing
 
+# The options of gates that rank experts.
+RANKED = {"top_k", "capacity_factor", "eval_capacity_factor", "second_expert_policy"}
+RANKED = frozenset(RANKED | {"gate_normalization", "drop_order"})
+
 
 class TopKGate(LinearGate):
     """Top-k gate over ``num_experts`` experts, without bias (paper, eq. 2 and 5).
@@ -25,9 +29,13 @@ class TopKGate(LinearGate):
     weight in a normalised sum. The weights of the S simple experts count, see `SimpleExperts` in branches.py.
     """
 
-    uses_top_k = True
+    summary = "the k experts with the highest scores"
+    options = RANKED | {"scores", "gate_residual", "null_experts", "copy_experts"}
+    options |= {"constant_experts", "balance"}
     has_balance_loss = True
     learner = "bias"
+    per_expert = ("weight", "bias.steps")  # free experts have weights of their own
+    can_upcycle = True
 
     def __init__(self, config, embed_dim: int, num_experts: int, own_experts: int):
         super().__init__(config, embed_dim, num_experts, own_experts)
@@ -50,6 +58,37 @@ class TopKGate(LinearGate):
         biased = config.balance == "bias"
         self.bias = ExpertBias(num_experts, config.bias_step) if biased else None
         self.exit_bias = ExitBias(own_experts, num_experts, config.exit_bias)
+
+    @classmethod
+    def experts_per_token(cls, config, num_experts: int) -> float:
+        free = config.null_experts + config.copy_experts + config.constant_experts
+        return super().experts_per_token(config, num_experts) * num_experts / (num_experts + free)
+
+    @property
+    def min_experts(self) -> int:
+        return max(1, self.top_k - self.free_experts)
+
+    @property
+    def unprunable(self) -> str:
+        if self.residual_weight is None:
+            return ""
+        return "--moe-gate-residual, which adds the logits of all experts"
+
+    @property
+    def weights_depend_on_all(self) -> bool:
+        chosen_sum_to_1 = self.normalization != "none" and self.bias is None
+        return self.scores == "softmax" and not chosen_sum_to_1
+
+    def supports(self, execution: str) -> bool:
+        hooks = self._forward_hooks or self._forward_pre_hooks
+        plain = not (self.free_experts or self.bias or hooks) and self.residual_weight is None
+        if type(self) is not TopKGate or not plain:  # a subclass may compute something else
+            return False
+        if execution == "inference":
+            limited = self.capacity.eval_factor or self.exit_bias.bias
+            return self.top_k <= 2 and self.weight.dtype == torch.float32 and not limited
+        limited = self.capacity.order != "sentence" and self.capacity.current_factor
+        return self.scores == "softmax" and not (self.exit_bias.is_active or limited)
 
     def add_residual(self) -> None:
         """Add a linear map of an earlier gate's logits, initially 0 (MoE++, Jin et al. 2025)."""

@@ -3,6 +3,8 @@
 Shapes: T tokens, D embedding, E experts that this gate sees; K is E here.
 """
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -16,11 +18,20 @@ class TopPGate(AnyNumberGate):
     The probabilities weight their outputs. There is no sampling.
     """
 
+    summary = "the best, up to a probability of --moe-top-p"
+    options = AnyNumberGate.options | {"top_p"}
     has_balance_loss = True
+    has_entropy_loss = True
+    weights_depend_on_all = True
 
     def __init__(self, config, *sizes: int):
         super().__init__(config, *sizes)
         self.p = config.top_p
+
+    @classmethod
+    def experts_per_token(cls, config, num_experts: int) -> float:
+        # Rounded, since 0.4 * 5 must be 2.
+        return float(min(num_experts, math.ceil(round(config.top_p * num_experts, 9))))
 
     def decide(self, x_TD: Tensor, active_T: Tensor) -> Routing:
         logits_TE = self.exit_bias(self.logits(x_TD))
