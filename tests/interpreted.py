@@ -6,6 +6,7 @@ TRITON_INTERPRET=1 python tests/interpreted.py CASE ...     # prints what is wro
 import json
 import sys
 
+import numpy as np
 import torch
 
 from smoe_fairseq.modules import StratifiedMoE, fused
@@ -121,6 +122,87 @@ def rounded(name: str) -> list[str]:
     return [] if dropped == [[45, 45]] else [f"drops {dropped}"]
 
 
+LOST = ["a token of NaN", "choices of nothing", "rows of another count"]
+
+
+def lost(name: str) -> list[str]:
+    """Whether kernels stay within their tensors for choices that no gate makes, and spoil no other token."""
+    found, launch = set(), fused.Launcher.__call__
+    block, (x, mask) = make_block("2-3", capacity_factor=0.0), batch()
+    want = block(x, mask)[0]
+
+    def within(launcher, kernel, grid, arguments, *options, **others):
+        ends = sorted(
+            (t.data_ptr(), t.data_ptr() + t.nbytes) for t in arguments if torch.is_tensor(t)
+        )
+        starts, ends = np.array(ends, dtype=np.uint64).T
+        ends = np.maximum.accumulate(ends)
+
+        def check(at, mask, size):
+            at = np.asarray(at, np.uint64)[np.asarray(mask, bool)]
+            last = np.searchsorted(starts, at, "right") - 1
+            if (last < 0).any() or (at + np.uint64(size) > ends[last]).any():
+                found.add(f"{kernel.__name__} leaves its tensors")
+                raise IndexError(kernel.__name__)
+
+        bounds.check = check
+        launch(launcher, kernel, grid, arguments, *options, **others)
+        names = dict(zip(kernel.arg_names, arguments))
+        if kernel.__name__ == "route" and name == LOST[1]:
+            choices = names["choices"].view(2, -1)[:, 28:34]  # of three tokens
+            choices.copy_(torch.tensor([5, 15, -7, 1 << 30, -(1 << 31), 9]))
+        if kernel.__name__ == "scan" and name == LOST[2]:
+            names["counts"].fill_(50)  # of 60
+
+    fused.Launcher.__call__ = within
+    fused._allocate = lambda dtype, device, *sizes: [torch.empty(n, dtype=dtype) for n in sizes]
+    if name == LOST[0]:
+        x[0, 3] = torch.nan
+    try:
+        y, stats, loss = objective(block, x.requires_grad_(), mask)
+        loss.backward()
+    except Exception:
+        return sorted(found) or ["fails"]
+    others = torch.ones(mask.shape, dtype=torch.bool)
+    others[0, 3], others[1, 1:4] = False, False
+    wrong = [] if name == LOST[2] or torch.allclose(y[others], want[others]) else ["others differ"]
+    if name == LOST[0]:
+        wrong += [] if stats.balance_loss.isnan() and y[0, 3].isnan().all() else ["NaN is lost"]
+        wrong += [] if stats.requested_capacity[0, 3] in (1, 2) else ["goes nowhere"]
+    return wrong
+
+
+class bounds:
+    """Triton's interpreter with loads and stores that are checked, and an argmax as compiled code has it."""
+
+    check = staticmethod(lambda at, mask, size: None)
+
+    def install() -> None:
+        from triton.runtime import interpreter
+
+        builder = interpreter.InterpreterBuilder
+        load, store = builder.create_masked_load, builder.create_masked_store
+
+        def size(pointers):
+            return pointers.get_element_ty().primitive_bitwidth // 8 or 1
+
+        def checked_load(self, at, mask, *others):
+            bounds.check(at.data, mask.data, size(at))
+            return load(self, at, mask, *others)
+
+        def checked_store(self, at, value, mask, *others):
+            bounds.check(at.data, mask.data, size(at))
+            return store(self, at, value, mask, *others)
+
+        def argmax(scores, axis=None, **options):
+            best = np.where(np.isnan(scores), -np.inf, scores).argmax(axis, **options)
+            lost = np.isnan(scores).any(axis, **options)
+            return np.where(lost, scores.shape[axis or 0] - 1, best)
+
+        builder.create_masked_load, builder.create_masked_store = checked_load, checked_store
+        np.nanargmax = argmax
+
+
 def slope(name: str) -> list[str]:
     """Whether gradients agree with differences, and a pass with itself, where it depends on drawn numbers."""
     block = make_block(NOISY[name][0], **NOISY[name][1])
@@ -149,9 +231,11 @@ def slope(name: str) -> list[str]:
 def main(words: list[str]) -> None:
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)  # fills new tensors with NaN
+    if set(words) & set(LOST):
+        bounds.install()
     for name in words:
         check = compare if name in CASES else slope if name in NOISY else others
-        check = rounded if name == ROUNDED else check
+        check = rounded if name == ROUNDED else lost if name in LOST else check
         print(json.dumps({name: check(name)}), flush=True)
 
 

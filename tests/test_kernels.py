@@ -27,6 +27,7 @@ TYPES |= {torch.int32: "i32", torch.int64: "i64", torch.bool: "i1"}
 
 
 GROUPS = [interpreted.CASES, interpreted.NOISY, interpreted.OTHERS, [interpreted.ROUNDED]]
+GROUPS += [[name] for name in interpreted.LOST]
 
 
 @pytest.mark.parametrize("names", GROUPS)

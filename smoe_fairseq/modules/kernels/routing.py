@@ -114,15 +114,17 @@ def route(
     total = tl.sum(p, 1)
     p = p / total[:, None]
 
-    score = tl.where((e < E)[None, :], p, -1.0)
+    # Compiled, argmax could choose a column behind E in a row of NaN, whose token chooses the first experts.
+    safe = tl.where(p == p, p, 0.0)
+    score = tl.where((e < E)[None, :], safe, -1.0)
     choice_TK = tl.zeros([BLOCK_T, BLOCK_K], tl.int32)
     weight_TK = tl.zeros([BLOCK_T, BLOCK_K], tl.float32)
     for i in tl.static_range(K):
         if i == 1 and POLICY == "sampling":  # argmax(p / Exponential) draws in proportion to p
             drawn = tl.rand(tl.load(seed) + 4 * stratum, at[:, None] * BLOCK_E + e[None, :])
             noise = tl.maximum(-tl.log(1 - drawn), 1e-30)
-            score = tl.where(score < 0, score, p / noise)
-        best = tl.argmax(score, 1)
+            score = tl.where(score < 0, score, safe / noise)
+        best = tl.minimum(tl.argmax(score, 1), E - 1)
         is_best = e[None, :] == best[:, None]
         weight = tl.sum(tl.where(is_best, p, 0.0), 1)
         choice_TK = tl.where((k == i)[None, :], best[:, None], choice_TK)
@@ -201,7 +203,7 @@ def dispatch(
 
     mine = at[:, None] * K + k[None, :]
     choice = tl.load(choices + mine, live[:, None] & (k < K)[None, :], -1)
-    valid = choice >= 0
+    valid = (choice >= 0) & (choice < E)
     place = tl.load(counts + (k[None, :] * blocks + block) * COLUMNS + choice, valid, 0)
     other_t = block * BLOCK_T + tl.arange(0, BLOCK_T)
     other_live = tl.load(positions + stratum * tokens + other_t, other_t < tokens, -1) == stratum
@@ -212,6 +214,8 @@ def dispatch(
     place += tl.sum(same.to(tl.int32), 1)
     kept = valid & (place < most)
     row = tl.where(kept, _of_expert(end_E - kept_E, choice, BLOCK_E) + place, -1)
+    kept = kept & (row < tokens * K)
+    row = tl.where(kept, row, -1)
     tl.store(rows + mine, row, live[:, None] & (k < K)[None, :])
 
     weight = tl.load(weights + mine, live[:, None] & (k < K)[None, :], 0.0)
@@ -222,7 +226,8 @@ def dispatch(
     tl.store(weights + mine, tl.where(kept, weight, 0.0), live[:, None] & (k < K)[None, :])
 
     best = _column(tl.load(choices + mine, live[:, None] & (k < K)[None, :], 0), 0, BLOCK_K)
-    goes = tl.load(stratum_of_expert + first + best, live, 0).to(tl.int32) + 1
+    seen = live & (best >= 0) & (best < E)
+    goes = tl.load(stratum_of_expert + first + best, seen, STRATA - 1).to(tl.int32) + 1
     tl.store(positions + at + tokens, tl.where(live, goes, position), inside)
     lost = (valid & ~kept).to(tl.int64)
     own = t[:, None] * K + k[None, :]
