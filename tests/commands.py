@@ -231,7 +231,7 @@ def changed(source: Path, path: Path, change) -> Path:
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
+    return {path.name: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 def preprocess(raw: Path, folder: Path, *flags) -> None:

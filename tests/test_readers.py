@@ -149,17 +149,47 @@ def test_what_cannot_be_read_is_named(tmp_path, dataset, name, content, line):
     [
         ("train.zh_CN-en.tsv", "zh_CN\ten\na\tb\n"),
         ("train.tsv", "EN\tzh_cn\nb\ta\n"),
-        (
-            "train.tmx",
-            '<tmx><tu><tuv xml:lang="{}"><seg>{}</seg></tuv>'.format("zh-CN", "a")
-            + '<tuv xml:lang="en"><seg>b</seg></tuv></tu></tmx>',
+        ("train.eng-zho.tsv", "b\ta\n"),
+        ("train.zh-en.tsv", "en-US\tzho_Hans\nb\ta\n"),
+        ("train.zh-en.tsv", "English\tChinese\nb\ta\n"),
+        ("train.tsv", "en\tours\nb\ta\n"),
+        ("train.zh-en.tsv", "Deutsch\ten-US\nb\ta\n"),
+        ("train.zh-en.tsv", "fr\tit\nb\ta\n"),
+        ("train.jsonl", '{"eng": "b", "zh-CN": "a", "zh-TW": "c"}\n'),
+        *(
+            (
+                "train.tmx",
+                f'<tmx><tu>{one}<tuv xml:lang="{code}"><seg>{text}</seg></tuv></tu></tmx>',
+            )
+            for one in ['<tuv xml:lang="en"><seg>b</seg></tuv>']
+            for code, text in [("zh-CN", "a"), ("cmn", "\x08a&#x1F;"), ("ours", "a")]
         ),
     ],
 )
-def test_codes_of_languages_in_any_case(tmp_path, name, content):
+def test_names_of_languages(tmp_path, name, content):
     (tmp_path / name).write_text(content)
     files = dict.fromkeys(("zh_CN", "en"), tmp_path / name)
-    assert [*readers.pairs(files)] == [("a", "b")]
+    codes = {"zh_CN": "ours"} if "ours" in content else {}
+    if "Deutsch" in content or "fr" in content:
+        with pytest.raises(UsageError, match=rf"{name}, line 1\b"):
+            [*readers.pairs(files, codes)]
+    else:
+        assert [*readers.pairs(files, codes)] == [("a", "b")]
+
+
+@pytest.mark.parametrize("compress", [gzip.compress, lzma.compress, bz2.compress])
+def test_all_streams_of_a_compressed_file_are_read(tmp_path, compress):
+    (tmp_path / "a.en").write_text("".join(f"{i}\n" for i in range(5000)))
+    kind = {gzip.compress: "gz", lzma.compress: "xz", bz2.compress: "bz2"}[compress]
+    file, text = tmp_path / f"a.{kind}", (tmp_path / "a.en").read_bytes()
+    first, second = compress(text[:999]), compress(text[999:])
+    file.write_bytes(first + bytes(8) + second)
+    assert "\n".join(readers.lines(file)).encode() + b"\n" == text
+    damaged = second[:40] + bytes([second[40] ^ 255]) + second[41:]
+    for end in (damaged, second[:-9], second[:40], b"more"):
+        file.write_bytes(first + end)
+        with pytest.raises(UsageError, match=f"a.{kind} is damaged"):
+            [*readers.lines(file)]
 
 
 @pytest.mark.parametrize("kind", ["folder", "loop"])
@@ -194,6 +224,41 @@ def test_entities_of_a_translation_memory_are_refused(tmp_path, value):
     (tmp_path / "a.tmx").write_text(f"{declared}{unit}</tu></body></tmx>")
     with pytest.raises(UsageError, match="a.tmx.*&e;"):
         list(readers.pairs(dict.fromkeys(("en", "ha"), tmp_path / "a.tmx")))
+
+
+@pytest.mark.parametrize(
+    "files",
+    ["ECB.{pair}.{language}", {s: "ECB.{pair}.{language}" for s in ("train", "valid", "test")}],
+)
+@pytest.mark.parametrize("split", ["lines", "hash"])
+def test_a_name_for_all_splits_is_one_text(tmp_path, dataset, files, split):
+    for language in ("en", "ha"):
+        text = "".join(f"{language} {i}\n" for i in range(900))
+        (tmp_path / f"ECB.en-ha.{language}").write_text(text)
+    raw = {"files": files, "split": split, "parallel": {"valid": 90, "test": 180}}
+    gather(dataset(raw=raw, clean={"overlap": "drop"}), tmp_path, tmp_path / "raw")
+    parts = [lines(tmp_path / "raw", f"{s}.en-ha.en") for s in ("train", "valid", "test")]
+    assert sorted(sum(parts, [])) == sorted(f"en {i}" for i in range(900))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {
+            "raw": {
+                "files": {"train": "a.{language}", "valid": "b.{language}", "test": "a.{language}"}
+            }
+        },
+        {"raw": {"splits": {"train": "dev", "valid": "dev"}, "files": "{split}.{language}"}},
+        {"source": {"datasets": "any", "splits": {"train": "all", "test": "all"}}},
+        {"source": {"datasets": "any", "splits": {"valid": "train"}}},
+    ],
+)
+def test_settings_that_test_on_the_training_text_are_refused(tmp_path, dataset, settings):
+    for name in ("a.en", "a.ha", "b.en", "b.ha", "dev.en", "dev.ha"):
+        (tmp_path / name).write_text("text\n" * 9)
+    with pytest.raises(UsageError, match=r"raw\.files|source\.splits"):
+        gather(dataset(**settings), tmp_path, tmp_path / "raw")
 
 
 def test_files_of_different_lengths_are_named_with_both_numbers(tmp_path):
@@ -324,9 +389,9 @@ def test_a_test_set_of_sacrebleu(tmp_path, dataset, monkeypatch):
     section = find(own, tmp_path, "test", "en-de")
     assert section.files["de"] == tmp_path / "wmt13.de-en.src"
     with pytest.raises(UsageError, match="wmt13 has no fr-de"):
-        readers.sacrebleu_files("wmt13", ("fr", "de"))
+        readers.sacrebleu_files("wmt13", readers.Languages(["fr", "de"]))
     with pytest.raises(UsageError, match="wmt99"):
-        readers.sacrebleu_files("wmt99", ("en", "de"))
+        readers.sacrebleu_files("wmt99", readers.Languages(["en", "de"]))
 
 
 # Subwords

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from commands import bash_functions, bash_torchrun, run, run_step, touch_binarised
+from commands import bash_functions, bash_torchrun, contents, run, run_step, touch_binarised
 from sampling import soak
 
 from smoe_fairseq.recipes.commands import RECIPES
@@ -235,9 +235,9 @@ def test_data_set_file_with_an_unknown_key(tmp_path):
     assert "odd.yaml" in sentence and "train" in sentence
 
 
-def prepare_from(tmp_path: Path, raw: Path) -> subprocess.CompletedProcess:
+def prepare_from(tmp_path: Path, raw: Path, *flags: str) -> subprocess.CompletedProcess:
     given = write_dataset(tmp_path / "configs", "tiny", pairs=["en-fr"], raw={})
-    return recipe(tmp_path, "prepare", "tiny", RAW=str(raw), **given)
+    return recipe(tmp_path, "prepare", "tiny", *flags, RAW=str(raw), **given)
 
 
 def test_parallel_text_too_short_to_split(tmp_path):
@@ -258,15 +258,32 @@ def test_missing_raw_file_is_named(tmp_path, name):
     assert not (tmp_path / "data/tiny/raw").exists()
 
 
-def test_text_is_not_replaced_by_its_preparation(tmp_path):
+@pytest.mark.parametrize("kind", ["itself", "within", "links", "notes", "subwords"])
+def test_text_is_not_replaced_by_its_preparation(tmp_path, kind):
     (tmp_path / "data/tiny").mkdir(parents=True)
     raw = write_text(tmp_path / "data/tiny/raw", "en-fr", train=300, valid=5, test=5)
     (raw / "train.en-fr.en").write_text("two  blanks\n" * 300)
-    assert str(raw) in refusal(prepare_from(tmp_path, raw))
-    assert "two  blanks" in (raw / "train.en-fr.en").read_text()
-    given = {"CONFIG_DIR": str(tmp_path / "configs"), "DRY_RUN": "1"}
-    planned = recipe(tmp_path, "prepare", "tiny", RAW="not yet there", **given)
-    assert planned.returncode == 0, planned.stderr
+    source, named = raw, raw
+    if kind == "within":
+        source = named = write_text(raw / "original", "en-fr", train=300, valid=5, test=5)
+    elif kind == "links":
+        (source := tmp_path / "links").mkdir()
+        for file in raw.iterdir():
+            (source / file.name).symlink_to(file)
+        named = source / "train.en-fr.en"
+    elif kind in ("notes", "subwords"):
+        source = write_text(tmp_path / "text", "en-fr", train=300, valid=5, test=5)
+    if kind == "notes":
+        (named := raw / "notes").touch()
+    before = contents(raw)
+    flags = ["--vocab-size", "4"] if kind == "subwords" else []  # too few
+    sentence = refusal(prepare_from(tmp_path, source, *flags))
+    assert ("--vocab-size 4" if flags else str(named.relative_to(tmp_path))) in sentence
+    assert contents(raw) == before and not list(tmp_path.glob("data/tiny/*.partial"))
+    if kind == "itself":
+        given = {"CONFIG_DIR": str(tmp_path / "configs"), "DRY_RUN": "1"}
+        planned = recipe(tmp_path, "prepare", "tiny", RAW="not yet there", **given)
+        assert planned.returncode == 0, planned.stderr
 
 
 @pytest.mark.parametrize("name", ["train.en-fr.fr", "valid.en-fr.en", "test.en-fr.en"])

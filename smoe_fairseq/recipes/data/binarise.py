@@ -24,7 +24,13 @@ from smoe_fairseq.files import (
     whole_folder,
 )
 from smoe_fairseq.recipes.data.download import extract
-from smoe_fairseq.recipes.data.raw import SPLITS, Section, copy_pairs, write_sizes
+from smoe_fairseq.recipes.data.raw import (
+    SPLITS,
+    Section,
+    check_replaceable,
+    copy_pairs,
+    write_sizes,
+)
 from smoe_fairseq.recipes.data.subwords import encode_files
 from smoe_fairseq.recipes.data.text_files import Chunk, chunks, map_chunks
 from smoe_fairseq.recipes.datasets import Dataset, both_orders
@@ -224,6 +230,7 @@ def adopt(dataset: Dataset, source: Path, raw: Path, output: Path, longest: int 
             archive has only as text are encoded and binarised. Files of a folder are linked if possible.
         longest: maximum number of pieces in a line of such a test set; the rest is cut off. 0: no maximum.
     """
+    check_replaceable(raw, [source])
     with whole_folder(output) as numbers, whole_folder(raw, replace=True) as text:
         original = text / "original"
         targets = _targets(dataset, numbers, original)

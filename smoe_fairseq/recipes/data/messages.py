@@ -6,12 +6,13 @@ that no sentence is in the training text of one language and the test text of an
 
 import html
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from pathlib import Path, PurePosixPath
 
 import polib
 
 from smoe_fairseq.errors import UsageError
+from smoe_fairseq.languages import assign
 from smoe_fairseq.recipes.data.download import read_members
 from smoe_fairseq.recipes.data.normalization import plain as normalized
 from smoe_fairseq.recipes.data.raw import SPLITS, Section, hash_position, write
@@ -83,9 +84,9 @@ def read_pairs(dataset: Dataset, archive: Path) -> dict[str, Pairs]:
     """
     settings = dataset.raw["messages"]
     parents = PurePosixPath(settings["layout"].format(language="LANGUAGE")).parent.parts
-    codes = dataset.raw.get("codes", {})
-    files = {codes.get(pair.split("-")[1], pair.split("-")[1]): {} for pair in dataset.pairs}
-    present, others = set(), set()
+    languages = [pair.split("-")[1] for pair in dataset.pairs]
+    codes = tuple(dataset.raw.get("codes", {}).get(name, name) for name in languages)
+    files, present, others = defaultdict(dict), set(), set()
 
     def wanted(path: PurePosixPath) -> bool:
         start, rest = path.parts[: len(parents)], path.parts[len(parents) :]
@@ -93,19 +94,20 @@ def read_pairs(dataset: Dataset, archive: Path) -> dict[str, Pairs]:
             others.update(path.parts[:1])
             return False
         present.add(rest[0])
-        return rest[0] in files
+        return any(assign((code,), (rest[0],)) != (None,) for code in codes)
 
     for path, content in read_members(archive, wanted):
         files[path.parts[len(parents)]][str(path)] = _messages(archive, path, content)
     if not present:
         layout = f"{'/'.join(parents)}/LANGUAGE/**.po"
         raise UsageError(f"{archive} has no file {layout}; it has {_listed(others)}")
-    for code in files:
-        if code not in present:
+    names = dict(zip(codes, assign(codes, tuple(sorted(present))), strict=True))
+    for code, name in names.items():
+        if name is None:
             raise UsageError(f"{archive} has no language {code}; it has {_listed(present)}")
     return {
-        pair.split("-")[1]: _unique(files[code], settings["words"])
-        for pair, code in zip(dataset.pairs, files, strict=True)
+        language: _unique(files[names[code]], settings["words"])
+        for language, code in zip(languages, codes, strict=True)
     }
 
 

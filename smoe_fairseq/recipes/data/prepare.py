@@ -135,24 +135,24 @@ def _prepare(dataset: Dataset, folders: Folders, flags: Sequence[str]) -> None:
         raise UsageError(
             f"RAW={source}: expected a folder with the text of {dataset.name}, such as an archive unpacked"
         )
-    if source and folders.raw.exists() and source.resolve() == folders.raw.resolve():
-        raise UsageError(
-            f"RAW={source}: the prepared text would replace it: expected another folder, or no RAW to use "
-            "it as it is"
-        )
-    if source or not folders.raw.exists():
-        run(_raw_text(dataset, folders, source))
-    tested = dataset.pairs
-    if not dry_run() or folders.raw.exists():
-        tested = raw.check(dataset, folders.raw)
-    for pair in sorted(set(dataset.pairs) - set(tested)):
-        warn(f"{folders.raw}/test.{pair}.* is missing: {pair} will not be scored")
+    if source:
+        raw.check_replaceable(folders.raw, [source])
+    text, tested = folders.raw, dataset.pairs
     partial = Path(f"{folders.binary}.partial")
     try:
-        run(_binarised(dataset, folders, partial, flags))
+        if source or not text.exists():
+            if text.exists():  # it stays until all that replaces it is complete
+                text = Path(f"{text}.partial")
+            run(_raw_text(dataset, folders, source, text))
+        if not dry_run() or text.exists():
+            tested = raw.check(dataset, text)
+        for pair in sorted(set(dataset.pairs) - set(tested)):
+            warn(f"{text}/test.{pair}.* is missing: {pair} will not be scored")
+        run(_binarised(dataset, folders, text, partial, flags))
     finally:
         if not dry_run():
-            shutil.rmtree(partial, ignore_errors=True)
+            for folder in (partial, Path(f"{folders.raw}.partial")):
+                shutil.rmtree(folder, ignore_errors=True)
     if not dry_run():
         print_checks(dataset, _workers()[1])
 
@@ -178,7 +178,9 @@ def _adopted(
     yield step("adopt", *words, "--longest", _longest(dataset))
 
 
-def _raw_text(dataset: Dataset, folders: Folders, source: Path | None) -> Iterator[str]:
+def _raw_text(
+    dataset: Dataset, folders: Folders, source: Path | None, gathered: Path
+) -> Iterator[str]:
     builtin = dataset.raw.get("builtin")
     elsewhere = builtin or dataset.source.get("datasets")
     if not (source or elsewhere or remote_files(dataset)):
@@ -192,20 +194,23 @@ def _raw_text(dataset: Dataset, folders: Folders, source: Path | None) -> Iterat
         elif dataset.raw.get("archives"):
             text = folders.unpacked
             yield step("unpack", dataset.name, folders.download, folders.unpacked)
-    yield step("gather", dataset.name, text, folders.raw, *_workers())
+    yield step("gather", dataset.name, text, gathered, *_workers())
 
 
 def _binarised(
-    dataset: Dataset, folders: Folders, partial: Path, flags: Sequence[str]
+    dataset: Dataset, folders: Folders, raw_text: Path, partial: Path, flags: Sequence[str]
 ) -> Iterator[str]:
     text = partial / "text"
     yield f"# {dataset.name}: one sentencepiece model and dictionary for all languages"
     yield command("rm", "-rf", partial)
-    yield step("learn", folders.raw, partial, *arguments(dataset.subwords), *flags)
+    yield step("learn", raw_text, partial, *arguments(dataset.subwords), *flags)
     limits = ("--shards", dataset.shards, "--longest", _longest(dataset))
-    yield step("encode", partial / "spm.model", folders.raw, text, *limits, *_workers())
+    yield step("encode", partial / "spm.model", raw_text, text, *limits, *_workers())
     yield f"# {dataset.name}: binarise; one set of files serves both directions of a pair"
     yield step("binarise", dataset.name, text, partial / "dict.txt", partial, *_workers())
+    if raw_text != folders.raw:
+        yield command("rm", "-rf", folders.raw)
+        yield command("mv", raw_text, folders.raw)
     if not dry_run():
         origin = _origin(dataset, folders, flags)
         files.write_whole(partial / _RECORD, json.dumps(origin, indent=2) + "\n")

@@ -11,7 +11,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from smoe_fairseq.recipes.data.normalization import plain
 from smoe_fairseq.recipes.data.readers import COMPRESSED, READERS, Pair
 from smoe_fairseq.recipes.data.text_files import parallel_map, progress
 from smoe_fairseq.recipes.datasets import Dataset, both_orders
-from smoe_fairseq.recipes.folders import LEFT_OUT, SIZES
+from smoe_fairseq.recipes.folders import LEFT_OUT, SIZES, Folders
 from smoe_fairseq.recipes.processes import warn
 
 SPLITS = ("train", "valid", "test")
@@ -40,6 +40,9 @@ class Section:
     stop: int | None = None
     hash_range: tuple[float, float] | None = None  # bounds of the `hash_position` of the first side
     elsewhere: Callable[[], Iterable[Pair]] | None = None  # yields the pairs, in place of files
+    codes: Mapping[str, str] = field(
+        default_factory=dict
+    )  # the files' names of languages (``raw.codes``)
 
     @property
     def size(self) -> int:
@@ -49,7 +52,7 @@ class Section:
 
     def pairs(self) -> Iterator[Pair]:
         """The sentences, normalised by `plain`; raises as `readers.pairs`."""
-        pairs = readers.pairs(self.files) if self.elsewhere is None else self.elsewhere()
+        pairs = self.elsewhere() if self.elsewhere else readers.pairs(self.files, self.codes)
         pairs = (tuple(side and plain(side) for side in pair) for pair in pairs)
         if self.hash_range is not None:
             low, high = self.hash_range
@@ -82,6 +85,9 @@ def write(
     Training pairs are left out if a side is empty, or if the data set's ``clean`` drops them. ``sizes.json``
     next to ``target`` gets the numbers of training pairs, ``left_out.json`` those of pairs left out.
     """
+    inputs = [file for part in sections.values() for file in part.files.values() if file]
+    for replaced in (target, Folders(dataset.name).raw):
+        check_replaceable(replaced, inputs)
     # The longest first, so that all processes end at about the same time.
     parts = sorted(sections.items(), key=lambda part: -part[1].size)
     size = sum(section.size for _, section in parts)
@@ -102,6 +108,17 @@ def write(
         left_out = {pair: dict(counts["train", pair]) for pair in dataset.pairs}
         write_whole(target.with_name(LEFT_OUT), json.dumps(left_out, indent=2) + "\n")
     return counts
+
+
+def check_replaceable(target: Path, inputs: Iterable[Path]) -> None:
+    """Raise UsageError if the folder of gathered text has an input, links resolved, or any other file."""
+    others = (p for p in target.glob("[!.]*") if p.is_dir() or p.name.split(".")[0] not in SPLITS)
+    inside = (path for path in inputs if path.resolve().is_relative_to(target.resolve()))
+    if lost := next(inside, None) or next(others, None):
+        expected = "move it elsewhere, or give no RAW to use prepared text as it is"
+        raise UsageError(
+            f"{lost} would be lost, as the prepared text replaces {target}: {expected}"
+        )
 
 
 def write_sizes(raw: Path, sizes: dict[str, int]) -> None:
@@ -130,7 +147,10 @@ def _section(dataset: Dataset, source: Path, split: str, pair: str) -> Section |
     names += [f"{pair}.{pair.partition('-')[0]}", f"{pair}.tsv", texts[0]]
     others = ", ".join(name for name in names if name != section.name)
     missing = f"{section} is missing, plain or compressed, and so are {others} in {source}"
-    raise UsageError(f"{missing}: {pair} needs one of these to {split}")
+    there = sorted(file.name for file in source.glob("[!.]*"))
+    listed = ", ".join(there[:5]) + f" and {len(there) - 5:,} more" * (len(there) > 5)
+    has = f"; it has {listed}, of other names or kinds" * bool(there)
+    raise UsageError(f"{missing}: {pair} needs one of these to {split}{has}")
 
 
 def find(dataset: Dataset, source: Path, split: str, pair: str) -> Section | Path:
@@ -138,27 +158,50 @@ def find(dataset: Dataset, source: Path, split: str, pair: str) -> Section | Pat
 
     The setting ``source`` of the data set comes first. Then a file per language, at its publisher's path, or
     directly in ``source`` with the publisher's or the shared layout's name. Then a file for both languages
-    (see `readers`), such as ``train.en-ha.tsv`` or ``train.tmx``. Last, text that is not split: a
-    ``{language}.txt`` for each language, ``{pair}.{language}`` or ``{pair}.tsv``, which are split by
-    ``raw.parallel`` and ``raw.split``. All of these may be compressed.
+    (see `readers`), such as ``train.en-ha.tsv`` or ``train.tmx``. Last, text that is not split: named by
+    ``raw.files`` alike for all splits, a ``{language}.txt`` for each language, ``{pair}.{language}`` or
+    ``{pair}.tsv``, which are split by ``raw.parallel`` and ``raw.split``. All of these may be compressed.
+
+    Raises UsageError for settings that give one text to train and to validate or test.
     """
     languages = pair.split("-")
+    codes = dataset.raw.get("codes", {})
+    named = readers.Languages(languages, codes)
     if split == "test" and (name := dataset.source.get("sacrebleu")):
-        return Section(readers.sacrebleu_files(name, tuple(languages)))
+        return Section(readers.sacrebleu_files(name, named))
     if dataset.source.get("datasets"):
-        load = functools.partial(readers.read_datasets, dataset.source, split, tuple(languages))
+        names = {each: dataset.source.get("splits", {}).get(each, each) for each in SPLITS}
+        _check_other(dataset, "source.splits", names, split)
+        load = functools.partial(readers.read_datasets, dataset.source, split, named)
         return Section(dict.fromkeys(languages), elsewhere=load)
+    names = {each: publisher_names(dataset, each, pair, languages[0]) for each in SPLITS}
+    if not (undivided := len({*names.values()}) == 1):
+        _check_other(dataset, "raw.files", names, split)
     files, missing = {}, None
     for language in languages:
-        names = publisher_names(dataset, split, pair, language)
-        names += tuple(Path(name).name for name in names)
-        names += (SHARED.format(split=split, pair=pair, language=language),)
-        files[language] = next(filter(None, (_existing(source / name) for name in names)), None)
-        missing = missing or (source / names[0] if files[language] is None else None)
+        shared = source / SHARED.format(split=split, pair=pair, language=language)
+        file = None if undivided else _published(dataset, source, split, pair, language)
+        files[language] = file or _existing(shared)
+        name = publisher_names(dataset, split, pair, language)[0]
+        missing = missing or (source / name if files[language] is None else None)
     both = _of_both(source, [f"{split}.{order}" for order in both_orders(pair)] + [split])
-    if files := _only_one([files, dict.fromkeys(languages, both)]):
-        return Section(files)
-    return _unsplit(dataset, source, split, pair) or missing
+    if found := _only_one([files, dict.fromkeys(languages, both)]):
+        return Section(found, codes=codes)
+    return _unsplit(dataset, source, split, pair, undivided) or missing
+
+
+def _check_other(dataset: Dataset, setting: str, names: Mapping[str, Any], split: str) -> None:
+    """Raise UsageError if a setting names the training text for another split."""
+    if split != "train" and names[split] == names["train"]:
+        same = f"`{setting}` names the same text for train and {split}"
+        raise UsageError(f"{dataset.name}: {same}: expected another for {split}")
+
+
+def _published(dataset: Dataset, source: Path, split: str, pair: str, language: str) -> Path | None:
+    """The publisher's file, at its path or directly in ``source``; None if there is none."""
+    names = publisher_names(dataset, split, pair, language)
+    names += tuple(Path(name).name for name in names)
+    return next(filter(None, (_existing(source / name) for name in names)), None)
 
 
 def _only_one(candidates: Iterable[dict[str, Path | None]]) -> dict[str, Path] | None:
@@ -212,16 +255,27 @@ def all_publisher_names(dataset: Dataset) -> tuple[tuple[str, ...], ...]:
     return tuple(dict.fromkeys(files))
 
 
-def _unsplit(dataset: Dataset, source: Path, split: str, pair: str) -> Section | None:
-    """The part of unsplit text for a split; None if ``source`` has no such text."""
-    languages = pair.split("-")
-    candidates = [{lang: _existing(source / f"{lang}.txt") for lang in dataset.languages}]
-    for order in both_orders(pair):
-        candidates.append({lang: _existing(source / f"{order}.{lang}") for lang in languages})
-    candidates.append(dict.fromkeys(languages, _of_both(source, both_orders(pair))))
-    if not (files := _only_one(candidates)):
-        return None
-    total = _count(tuple(files.items()), tuple(f.stat().st_mtime_ns for f in files.values()))
+def _unsplit(
+    dataset: Dataset, source: Path, split: str, pair: str, published: bool
+) -> Section | None:
+    """The part of unsplit text for a split; None if ``source`` has no such text.
+
+    Args:
+        published: whether ``raw.files`` names such text.
+    """
+    languages, codes = pair.split("-"), dataset.raw.get("codes", {})
+    files = {}
+    if published:
+        files = {lang: _published(dataset, source, split, pair, lang) for lang in languages}
+    if not files or None in files.values():
+        candidates = [{lang: _existing(source / f"{lang}.txt") for lang in dataset.languages}]
+        for order in both_orders(pair):
+            candidates.append({lang: _existing(source / f"{order}.{lang}") for lang in languages})
+        candidates.append(dict.fromkeys(languages, _of_both(source, both_orders(pair))))
+        if not (files := _only_one(candidates)):
+            return None
+    changed = tuple(file.stat().st_mtime_ns for file in files.values())
+    total = _count(tuple(files.items()), tuple(codes.items()), changed)
     tested = dataset.raw["parallel"]["test"]
     held = tested + dataset.raw["parallel"]["valid"]
     if held >= total:
@@ -231,16 +285,20 @@ def _unsplit(dataset: Dataset, source: Path, split: str, pair: str) -> Section |
     files = {language: files[language] for language in languages}
     start, stop = {"test": (0, tested), "valid": (tested, held), "train": (held, total)}[split]
     if dataset.raw.get("split") == "hash":
-        return Section(files, hash_range=(start / total, stop / total))
-    return Section(files, total - stop, total - start)  # the last lines are the test
+        return Section(files, hash_range=(start / total, stop / total), codes=codes)
+    return Section(files, total - stop, total - start, codes=codes)  # the last lines are the test
 
 
 @functools.cache  # called for each split and pair
-def _count(files: tuple[tuple[str, Path], ...], _changed: tuple[int, ...]) -> int:
+def _count(
+    files: tuple[tuple[str, Path], ...],
+    codes: tuple[tuple[str, str], ...],
+    _changed: tuple[int, ...],
+) -> int:
     """The number of pairs of lines; raises UsageError if files have different numbers of lines."""
     (_, first), *others = files
     if readers.ending_of(first):
-        return sum(1 for _ in readers.pairs(dict(files)))
+        return sum(1 for _ in readers.pairs(dict(files), dict(codes)))
     lengths = {file: sum(1 for _ in readers.lines(file)) for _, file in files}
     if odd := next((file for _, file in others if lengths[file] != lengths[first]), None):
         both = f"{first} has {lengths[first]} lines and {odd} {lengths[odd]}"

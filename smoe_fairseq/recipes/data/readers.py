@@ -4,64 +4,80 @@
 |---|---|
 | `.tsv` | a column for each language, named in the first line or by the file (``train.en-ha.tsv``) |
 | `.jsonl`, `.json` | an object on each line, ``{"en": "...", "ha": "..."}``, or that as its ``translation`` |
-| `.tmx` | translation units; ``en`` matches the codes ``en`` and ``en-US`` |
+| `.tmx` | translation units |
 | other | a sentence per line, in a file per language |
 
 Each may be compressed: `.gz`, `.xz`, `.bz2`, `.zst`. Every record is a pair; a side that it lacks is None.
+Names of languages match by meaning (`languages.assign`): ``en`` is also ``en-US``, ``eng`` and ``English``.
 """
 
 import bz2
-import gzip
 import io
 import json
 import lzma
+import re
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from itertools import zip_longest
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from smoe_fairseq.errors import UsageError
 from smoe_fairseq.files import check_plain
+from smoe_fairseq.languages import are_languages, assign
 
 Pair = tuple[str | None, str | None]
+Names = tuple[str, ...]
 MAX_LINE_BYTES = 1 << 24  # a longer line may be a whole file without line ends
+_BLOCK = 1 << 14  # bytes that are read or decompressed at once
+# What no file of sentences begins with: WMT's .sgm, XML and HTML, such as a page in place of a download.
+_MARKUP_FILE = re.compile(
+    r"\s*<(\?xml|!doctype|html|srcset|refset|tstset|mteval|tmx|xliff)\b", re.I
+)
 
 
-def _zstandard(path: Path) -> IO[bytes]:
-    try:
-        import zstandard
-    except ImportError:
-        advice = "install zstandard to read it, as `pip install zstandard` does, or decompress it"
-        raise UsageError(f"{path}: {advice}") from None
-    return io.BufferedReader(_Frames(path, zstandard))
+class _Decompressed(io.RawIOBase):
+    """The content of a compressed file, to its last byte: of all streams in it, with zeros between them.
 
+    Unlike the readers of Python and zstandard, it notices if a file is cut off or a later stream is damaged.
+    """
 
-class _Frames(io.RawIOBase):
-    """The content of a .zst file; unlike zstandard's own reader, it notices that a file is cut off."""
+    def __init__(self, path: Path, new: Callable[[], Any]):
+        self.file, self.content = open(path, "rb"), memoryview(b"")
+        self.blocks = self._blocks(new)
 
-    def __init__(self, path: Path, zstandard):
-        self.zstandard, self.decompressor = zstandard, zstandard.ZstdDecompressor()
-        self.file, self.frame, self.content = open(path, "rb"), None, memoryview(b"")
+    def _blocks(self, new: Callable[[], Any]) -> Iterator[bytes]:
+        data = self.file.read(_BLOCK)
+        while data:
+            stream = new()
+            # zlib and zstandard, which lack this, expand a block by far less.
+            most = (_BLOCK << 6,) if hasattr(stream, "needs_input") else ()
+            while not stream.eof:
+                if not data and (not most or stream.needs_input):
+                    data = self.file.read(_BLOCK)
+                    if not data:
+                        raise EOFError("it is cut off")
+                yield stream.decompress(data, *most)
+                data = b""
+            data = stream.unused_data.lstrip(b"\0")
+            while not data and (data := self.file.read(_BLOCK)):
+                data = data.lstrip(b"\0")
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer) -> int:
-        while not self.content:
-            if self.frame is None or not (data := self.frame.unused_data):
-                data = self.file.read(1 << 14)
-            if not data:
-                if self.frame is not None and not self.frame.eof:
-                    raise EOFError("it is cut off")
-                return 0
-            if self.frame is None or self.frame.eof:
-                self.frame = self.decompressor.decompressobj()
-            try:
-                self.content = memoryview(self.frame.decompress(data))
-            except self.zstandard.ZstdError as error:
-                raise OSError(str(error)) from None  # without errno, as bz2 does
+        try:
+            while not self.content:
+                self.content = memoryview(next(self.blocks))
+        except StopIteration:
+            return 0
+        except (OSError, EOFError):
+            raise
+        except Exception as error:  # zlib's, lzma's or zstandard's own
+            raise OSError(str(error)) from None  # without errno, as bz2's
         part, self.content = self.content[: len(buffer)], self.content[len(buffer) :]
         buffer[: len(part)] = part
         return len(part)
@@ -71,11 +87,26 @@ class _Frames(io.RawIOBase):
         super().close()
 
 
-COMPRESSED: dict[str, Callable] = {
-    **{"": lambda path: open(path, "rb"), ".gz": gzip.open},
-    **{".xz": lzma.open, ".bz2": bz2.open, ".zst": _zstandard},
-}
+def _decompressed(new: Callable[[], Any], path: Path) -> IO[bytes]:
+    return io.BufferedReader(_Decompressed(path, new), _BLOCK)
 
+
+def _zstandard(path: Path) -> IO[bytes]:
+    try:
+        import zstandard
+    except ImportError:
+        advice = "install zstandard to read it, as `pip install zstandard` does, or decompress it"
+        raise UsageError(f"{path}: {advice}") from None
+    return _decompressed(zstandard.ZstdDecompressor().decompressobj, path)
+
+
+COMPRESSED: dict[str, Callable[[Path], IO[bytes]]] = {
+    "": lambda path: open(path, "rb"),
+    ".gz": partial(_decompressed, partial(zlib.decompressobj, 31)),  # 31: with gzip's header
+    ".xz": partial(_decompressed, lzma.LZMADecompressor),
+    ".bz2": partial(_decompressed, bz2.BZ2Decompressor),
+    ".zst": _zstandard,
+}
 _MAGIC = {".gz": b"\x1f\x8b", ".xz": b"\xfd7zXZ", ".bz2": b"BZh", ".zst": b"\x28\xb5\x2f\xfd"}
 
 
@@ -92,7 +123,7 @@ def opened(path: Path) -> Iterator[IO[bytes]]:
     try:
         with COMPRESSED.get(path.suffix, COMPRESSED[""])(path) as content:
             yield content
-    except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:
+    except (OSError, EOFError) as error:
         if reason := getattr(error, "strerror", None):  # the system's
             raise UsageError(f"{path} cannot be read: {reason}") from None
         raise UsageError(f"{path} is damaged ({error}): delete it and get it again") from None
@@ -121,13 +152,35 @@ def lines(path: Path) -> Iterator[str]:
                         raise UsageError(f"{path} is compressed: {expected}; {twice}") from None
                 reason = f"{error.reason}; convert it, as `iconv -t utf-8` does"
                 raise UsageError(f"{path}, line {number}, is not UTF-8 text: {reason}") from None
+            if number == 1 and (markup := _MARKUP_FILE.match(text)):
+                expected = "expected text alone, a sentence or record per line"
+                raise UsageError(f"{path} begins with {markup[0].strip()}: {expected}")
             if number == 1 and not line.endswith(b"\n") and "\r" in text.rstrip("\r"):
                 raise UsageError(f"{path} has \\r for \\n; convert it, as `tr '\\r' '\\n'` does")
             yield text.removesuffix("\n").removesuffix("\r")
 
 
-def pairs(files: Mapping[str, Path]) -> Iterator[Pair]:
+class Languages:
+    """The two languages to read, by the data set's names and by those of the publisher (``raw.codes``)."""
+
+    def __init__(self, languages: Iterable[str], codes: Mapping[str, str] | None = None):
+        self.own = tuple(languages)
+        self.codes = tuple((codes or {}).get(language, language) for language in self.own)
+
+    def __str__(self) -> str:
+        return " and ".join(self.own)
+
+    def among(self, names: Iterable[str]) -> tuple[str | None, str | None]:
+        """The name that stands for each of them, such as ``de-DE`` for ``de``; None if there is none."""
+        found = (assign(wanted, tuple(names)) for wanted in (self.codes, self.own))
+        return tuple(code or own for code, own in zip(*found, strict=True))
+
+
+def pairs(files: Mapping[str, Path], codes: Mapping[str, str] | None = None) -> Iterator[Pair]:
     """The pairs of sentences in the files of two languages, which may be one file.
+
+    Args:
+        codes: the publisher's names of languages, if they differ.
 
     Raises UsageError for an unreadable file, no record with both languages, or different numbers of lines.
     """
@@ -135,22 +188,22 @@ def pairs(files: Mapping[str, Path]) -> Iterator[Pair]:
     if first != second:
         yield from _aligned(first, second)
         return
-    languages = tuple(files)
+    languages = Languages(files, codes)
     reader = READERS.get(ending_of(first))
     if reader is None:
-        both, expected = " and ".join(languages), f"expected one of {', '.join(READERS)}"
-        raise UsageError(f"{first} is named for both {both}: {expected}")
+        expected = f"expected one of {', '.join(READERS)}"
+        raise UsageError(f"{first} is named for both {languages}: {expected}")
     yield from _some_complete(reader(first, languages), str(first), languages)
 
 
-def _some_complete(pairs: Iterator[Pair], source: str, languages: Pair) -> Iterator[Pair]:
+def _some_complete(pairs: Iterator[Pair], source: str, languages: Languages) -> Iterator[Pair]:
     """The pairs; raises UsageError at the end if none has both sides."""
     complete = False
     for pair in pairs:
         complete = complete or None not in pair
         yield pair
     if not complete:
-        raise UsageError(f"{source} has no record with both {' and '.join(languages)}")
+        raise UsageError(f"{source} has no record with both {languages}")
 
 
 def _aligned(first: Path, second: Path) -> Iterator[Pair]:
@@ -166,7 +219,7 @@ def _aligned(first: Path, second: Path) -> Iterator[Pair]:
         yield one, other
 
 
-def _tab_separated(path: Path, languages: Pair) -> Iterator[Pair]:
+def _tab_separated(path: Path, languages: Languages) -> Iterator[Pair]:
     columns, places = 0, None
     for number, line in enumerate(lines(path), 1):
         if not line:
@@ -174,25 +227,29 @@ def _tab_separated(path: Path, languages: Pair) -> Iterator[Pair]:
         cells = line.split("\t")
         if places is None:
             columns = len(cells)
-            names = [cell.strip().lower() for cell in cells]
-            wanted = [language.lower() for language in languages]
-            if set(wanted) <= set(names):
-                places = [names.index(language) for language in wanted]
+            places = _places(languages, tuple(cell.strip() for cell in cells))
+            if places:
                 continue
-            parts = (part.split("-") for part in path.name.split("."))
-            named = next((part for part in parts if sorted(part) == sorted(languages)), None)
-            if columns != 2 or named is None:
-                expected = f"names of columns, with {' and '.join(languages)} among them"
-                name = f"two columns and a name such as train.{'-'.join(languages)}.tsv"
+            orders = (tuple(part.split("-")) for part in path.name.split("."))
+            named = next(filter(None, (_places(languages, order) for order in orders)), None)
+            if are_languages(cells) or columns != 2 or named is None:
+                expected = f"names of columns, with {languages} among them"
+                name = f"two columns and a name such as train.{'-'.join(languages.own)}.tsv"
                 raise UsageError(f"{path}, line 1: expected {expected}, or {name}")
-            places = [named.index(language) for language in languages]
+            places = named
         if len(cells) != columns:
             count = f"{path}, line {number} has {len(cells)} columns"
             raise UsageError(f"{count}: expected {columns}, as in line 1")
         yield cells[places[0]], cells[places[1]]
 
 
-def _json_lines(path: Path, languages: Pair) -> Iterator[Pair]:
+def _places(languages: Languages, names: Names) -> tuple[int, int] | None:
+    """The places of two languages in a line, or in a name such as en-de; None if one is missing."""
+    found = languages.among(names)
+    return None if None in found else tuple(map(names.index, found))
+
+
+def _json_lines(path: Path, languages: Languages) -> Iterator[Pair]:
     for number, line in enumerate(lines(path), 1):
         if not line.strip():
             continue
@@ -204,14 +261,14 @@ def _json_lines(path: Path, languages: Pair) -> Iterator[Pair]:
         yield record_pair(record, languages, f"{path}, line {number}")
 
 
-def record_pair(record: object, languages: Pair, place: str) -> Pair:
+def record_pair(record: object, languages: Languages, place: str) -> Pair:
     """The pair of a record; raises UsageError for other content than texts."""
     texts = record.get("translation", record) if isinstance(record, dict) else None
     if not isinstance(texts, dict):
         example = '{"translation": {"en": "...", "ha": "..."}}'
         raise UsageError(f"{place}: expected a text for each language, such as {example}")
-    first, second = languages
-    for language in languages:
+    first, second = languages.among(texts)
+    for language in (first, second):
         if not isinstance(text := texts.get(language), str | None):
             raise UsageError(f"{place}: the value of {language} is {text!r}: expected text")
     return texts.get(first), texts.get(second)
@@ -220,30 +277,54 @@ def record_pair(record: object, languages: Pair, place: str) -> Pair:
 _MARKUP = {"bpt", "ept", "it", "ph", "ut"}  # elements whose content is markup of another format
 
 
-def _translation_memory(path: Path, languages: Pair) -> Iterator[Pair]:
+def _translation_memory(path: Path, languages: Languages) -> Iterator[Pair]:
     from lxml import etree
 
     with opened(path) as content:
         safe = {"resolve_entities": False, "no_network": True, "load_dtd": False}
         try:
-            for _, unit in etree.iterparse(content, tag="{*}tu", **safe):
-                texts = {}
+            for _, unit in etree.iterparse(_WithoutControls(content), tag="{*}tu", **safe):
+                segments = {}
                 for variant in unit.iterfind("{*}tuv"):
                     code = variant.get("{http://www.w3.org/XML/1998/namespace}lang")
-                    code = (code or variant.get("lang") or "").lower().replace("_", "-")
                     segment = variant.find("{*}seg")
-                    for language in languages if segment is not None else ():
-                        if f"{code}-".startswith(f"{language.lower().replace('_', '-')}-"):
-                            for entity in segment.iter(etree.Entity):
-                                expected = "expected its text in its place"
-                                raise UsageError(f"{path}: the entity {entity.text}: {expected}")
-                            texts.setdefault(language, _text(segment))
-                yield texts.get(languages[0]), texts.get(languages[1])
+                    if segment is not None:
+                        segments.setdefault(code or variant.get("lang") or "", segment)
+                found = [segments.get(name) for name in languages.among(segments)]
+                for segment in found:
+                    for entity in () if segment is None else segment.iter(etree.Entity):
+                        expected = "expected its text in its place"
+                        raise UsageError(f"{path}: the entity {entity.text}: {expected}")
+                yield tuple(None if segment is None else _text(segment) for segment in found)
                 unit.clear()
                 while unit.getprevious() is not None:  # else all units stay in memory
                     del unit.getparent()[0]
         except etree.XMLSyntaxError as error:
             raise UsageError(f"{path} is not a TMX file: {error.msg}") from None
+
+
+class _WithoutControls:
+    """A file of XML without the control characters that XML forbids, and references to them."""
+
+    CONTROLS = bytes({*range(32)} - {9, 10, 13})
+    REFERENCE = re.compile(rb"&#(?:x([0-9a-f]{1,8})|([0-9]{1,8}));", re.I)
+
+    def __init__(self, content: IO[bytes]):
+        self.content, self.wide = content, None
+
+    def read(self, size: int) -> bytes:
+        data = self.content.read(size)
+        while b"&" in data[-12:] and (more := self.content.read(12)):  # a whole reference
+            data += more
+        if self.wide is None:
+            self.wide = data[:2] in (b"\xff\xfe", b"\xfe\xff", b"<\0", b"\0<")  # UTF-16
+        if self.wide:
+            return data
+        return self.REFERENCE.sub(self._kept, data.translate(None, self.CONTROLS))
+
+    def _kept(self, reference: re.Match) -> bytes:
+        code = int(reference[1], 16) if reference[1] else int(reference[2])
+        return b"" if code < 32 and code in self.CONTROLS else reference[0]
 
 
 def _text(element) -> str:
@@ -267,7 +348,7 @@ READERS: dict[str, Callable[[Path, Pair], Iterator[Pair]]] = {
 # Text from elsewhere: a Hugging Face data set, a test set of sacreBLEU.
 
 
-def read_datasets(source: Mapping, split: str, languages: Pair) -> Iterator[Pair]:
+def read_datasets(source: Mapping, split: str, languages: Languages) -> Iterator[Pair]:
     """The pairs in a split of a Hugging Face data set, or of a folder written by ``save_to_disk``.
 
     Args:
@@ -298,21 +379,24 @@ def read_datasets(source: Mapping, split: str, languages: Pair) -> Iterator[Pair
     yield from _some_complete(pairs, place, languages)
 
 
-def sacrebleu_files(name: str, languages: Pair) -> dict[str, Path]:
+def sacrebleu_files(name: str, languages: Languages) -> dict[str, Path]:
     """The files of a sacreBLEU test set by language; sacreBLEU downloads them once."""
     from sacrebleu import utils
 
     if name not in utils.get_available_testsets():
         raise UsageError(f"`source.sacrebleu` {name}: `sacrebleu --list` has all test sets")
     known = utils.get_langpairs_for_testset(name)
-    for order in (languages, languages[::-1]):
+    orders = [tuple(pair.split("-")) for pair in known]
+    for order in sorted(orders, key=lambda order: languages.among(order) != order):
+        if None in (found := languages.among(order)):
+            continue
         pair = "-".join(order)
-        if pair in known:
-            try:
-                files = utils.get_source_file(name, pair), utils.get_reference_files(name, pair)[0]
-            except (Exception, SystemExit) as error:
-                failed = f"sacreBLEU's {name} of {pair} cannot be loaded"
-                raise UsageError(f"{failed}: {' '.join(str(error).split())}") from None
-            by_language = dict(zip(order, map(Path, files), strict=True))
-            return {language: by_language[language] for language in languages}
-    raise UsageError(f"sacreBLEU's {name} has no {'-'.join(languages)}; it has {', '.join(known)}")
+        try:
+            files = utils.get_source_file(name, pair), utils.get_reference_files(name, pair)[0]
+        except (Exception, SystemExit) as error:
+            failed = f"sacreBLEU's {name} of {pair} cannot be loaded"
+            raise UsageError(f"{failed}: {' '.join(str(error).split())}") from None
+        by_name = dict(zip(order, map(Path, files), strict=True))
+        return {own: by_name[name] for own, name in zip(languages.own, found, strict=True)}
+    pair = "-".join(languages.own)
+    raise UsageError(f"sacreBLEU's {name} has no {pair}; it has {', '.join(known)}")
