@@ -150,6 +150,9 @@ def _describe(form: Form) -> str:
 
 SCORES = {
     "checkpoint?": str,
+    "contents?": {
+        str: str
+    },  # fingerprints of the checkpoint, or of those that it was made of, by name
     "generate?": str,
     "scores": {
         str: {

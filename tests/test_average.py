@@ -2,6 +2,7 @@
 
 import os
 import re
+import shlex
 import shutil
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from test_training import train as train_smoe
 
 from smoe_fairseq.checkpoints.sets import Shards
 from smoe_fairseq.compat.checkpoint_names import rank_file
+from smoe_fairseq.recipes.folders import whole_checkpoint
 
 SAVED = (1, 2, 3, 4)  # updates
 
@@ -116,6 +118,25 @@ def test_the_newest_of_a_folder(run_of_one, tmp_path, capsys):
     assert_is_mean(tmp_path / "epochs.pt", [load(folder / n)["model"] for n in names((1, 2))])
     call(*ask, "update", "--output", tmp_path / "updates.pt")
     assert_is_mean(tmp_path / "updates.pt", [load(folder / n)["model"] for n in names((3, 4))])
+
+
+def test_a_mean_is_of_the_last_checkpoints_whatever_their_times(run_of_one, tmp_path):
+    folder = tmp_path / "run"
+    shutil.copytree(run_of_one, folder)
+
+    def lines() -> tuple[str, ...]:
+        mean, lines = whole_checkpoint(folder, "average:2")
+        assert mean == folder / "averaged/checkpoint_average_2.pt"
+        return lines
+
+    call(*shlex.split(lines()[-1])[1:])
+    assert lines() == ()
+    for file in folder.rglob("*.pt"):  # as a copy without its times
+        os.utime(file, (1, 1) if "average" in file.name else None)
+    assert lines() == ()
+    (folder / names()[-1]).unlink()
+    os.utime(folder / names()[-3], (1, 1))
+    assert names()[-3] in lines()[-1]
 
 
 def whole_model(path: Path) -> dict:

@@ -538,6 +538,13 @@ def test_the_card_has_the_runs_scores(trained, tmp_path):
         code.replace('from_pretrained("model")', f"from_pretrained({str(tmp_path / 'model')!r})"),
         {},
     )
+    # Of another checkpoint of the run, or of the one that had this name, they are no scores.
+    shutil.copyfile(folder / "checkpoint_best.pt", folder / "checkpoint_last.pt")
+    other = (export(folder / "checkpoint_last.pt", tmp_path / "last") / "README.md").read_text()
+    content["contents"] = {"checkpoint_best.pt": "0"}
+    (folder / "scores.json").write_text(json.dumps(content))
+    changed = (export(folder, tmp_path / "changed") / "README.md").read_text()
+    assert "12.35" not in other and "12.35" not in changed
 
 
 def test_the_card_of_a_language_with_a_hyphen(hyphens, tmp_path):

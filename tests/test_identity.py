@@ -81,8 +81,12 @@ def test_another_flag_may_be_forced(run, started, capsys):
     said = f"warning: {started} was started with --lr 0.002, not with --lr 0.003; --force-resume"
     assert said in capsys.readouterr().err
     assert "--lr 0.002, not with --lr 0.003" in run("--lr", "0.003")  # no update was made so far
-    assert run("--lr", "0.003", force=True) is None
+    os.utime(started / "checkpoint_last.pt", (1, 1))  # a copy without its times
+    assert run() is None
     save(started)
+    assert run() is None  # it went on as it was started
+    assert run("--lr", "0.003", force=True) is None
+    (started / "checkpoint_last.pt").write_text("even more")
     assert run("--lr", "0.003") is None
     assert "--lr 0.003, not with --lr 0.002" in run()
 

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -20,10 +21,11 @@ from commands import run as run_program
 from programs import wait_until
 from test_recipes import ROOT, commands, recipe, refusal, surroundings, table
 
+from smoe_fairseq.errors import UsageError
 from smoe_fairseq.recipes.data.binarise import check_texts
 from smoe_fairseq.recipes.datasets import load_dataset
 from smoe_fairseq.recipes.evaluation import scores
-from smoe_fairseq.recipes.evaluation.evaluate import Evaluation
+from smoe_fairseq.recipes.evaluation.evaluate import Evaluation, plan
 
 
 @pytest.fixture(scope="module")
@@ -173,7 +175,12 @@ def test_experts_of_several_processes_are_evaluated_as_those_of_one(tiny):
         assert ("in one checkpoint" in evaluated.stdout) == consolidated
     (run / "checkpoint_best-rank-1.pt").touch()
     evaluated = recipe(folder, "evaluate", "tiny", "smoe-2-2", "--cpu", **given)
-    assert "in one checkpoint" in evaluated.stdout
+    assert "in one checkpoint" not in evaluated.stdout and "(as it was)" in evaluated.stdout
+    for file in run.glob("checkpoint_best-rank-*.pt"):  # as rsync -a brings newer ones
+        changed(file, file, lambda state: state["extra_state"].update(newer=True))
+        os.utime(file, (1, 1))
+    evaluated = recipe(folder, "evaluate", "tiny", "smoe-2-2", "--cpu", **given)
+    assert "in one checkpoint" in evaluated.stdout and "(as it was)" not in evaluated.stdout
     assert list(json.loads((run / "scores.json").read_text())["scores"]) == ["fr-en", "en-fr"]
 
 
@@ -373,11 +380,18 @@ def test_what_is_evaluated_is_not_evaluated_again_unless_anything_is_new(unevalu
 
     assert [is_new(), is_new()] == [True, False]
     assert [is_new("--lenpen", "2"), is_new("--lenpen", "2")] == [True, False]
-    (run / "checkpoint_best.pt").touch()
+    best = run / "checkpoint_best.pt"
+    best.touch()
+    assert not is_new("--lenpen", "2")
+    before = best.stat()
+    changed(best, best, lambda state: state["extra_state"].update(epoch=99))
+    os.utime(best, ns=(before.st_atime_ns, before.st_mtime_ns))
     assert is_new("--lenpen", "2")
+    generated = run / "test/en-fr/generate-test.txt"
+    translated = generated.stat().st_mtime_ns
     reference = unevaluated / "data/tiny/raw/test.en-fr.fr"
     reference.write_text(reference.read_text().replace("nombre", "chiffre"))
-    assert is_new("--lenpen", "2")
+    assert is_new("--lenpen", "2") and generated.stat().st_mtime_ns == translated
 
 
 @pytest.mark.soak
@@ -447,6 +461,31 @@ def test_a_score_that_was_cut_off_is_made_again(tmp_path, monkeypatch):
     evaluation.partial.rename(evaluation.complete)
     assert evaluation.resume() == {}
     assert evaluation.partial.is_dir()
+
+
+def test_what_is_translated_is_scored_again_without_the_model(scored, monkeypatch):
+    """With other flags of sacreBLEU or another reference; COMET's scores depend on the latter alone."""
+    monkeypatch.chdir(scored)
+    monkeypatch.setenv("CONFIG_DIR", str(scored / "configs"))
+    dataset, translations = load_dataset("tiny"), scored / "runs/tiny/smoe-2-2/test/fr-en.txt"
+    evaluation = plan(dataset, "smoe-2-2", ("--beam", "2"), "best")
+    comet = {"name": "COMET", "score": 80.0, "signature": "model:m", "sentences": [0.8]}
+    translations.with_name("fr-en.comet.json").write_text(json.dumps(comet))
+    first = evaluation.resume()["fr-en"]
+    assert first.of("COMET") == (80.0, "model:m")
+    reference = evaluation.reference("fr-en")
+    reference.touch()
+    wide = replace(evaluation, dataset=replace(dataset, sacrebleu={"width": 5}))
+    second = wide.resume()["fr-en"]
+    assert 0 < abs(second.bleu - first.bleu) < 0.01 and [*second.others] == ["COMET"]
+    lines = reference.read_text().splitlines(keepends=True)
+    reference.write_text("".join([translations.read_text().splitlines(True)[0], *lines[1:]]))
+    third = wide.resume()["fr-en"]
+    assert third.bleu > second.bleu + 1 and not third.others
+    reference.write_text("".join(lines[::-1]))
+    with pytest.raises(UsageError, match=reference.name):
+        wide.resume()
+    assert replace(wide, extra=("--beam", "3")).resume() == {}
 
 
 @pytest.mark.soak

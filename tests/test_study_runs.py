@@ -2,15 +2,19 @@
 
 import json
 import subprocess
+from dataclasses import replace
 
 import pytest
 from test_recipes import recipe, refusal
 
 from smoe_fairseq.errors import UsageError
 from smoe_fairseq.recipes.datasets import load_dataset
+from smoe_fairseq.recipes.program_flags import flag_values
 from smoe_fairseq.recipes.study import results as study_results
 from smoe_fairseq.recipes.study import runs as study
+from smoe_fairseq.recipes.training import identity
 from smoe_fairseq.recipes.training.launcher import Launch
+from smoe_fairseq.recipes.training.train import plan
 
 TWO = {"GPUS": "0", "OMP_NUM_THREADS": "2"}
 
@@ -124,34 +128,59 @@ def test_a_commit_with_changes_is_dirty(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "command, flags, said",
-    [
-        ("", ["--max-update", "2500"], None),
-        ("", ["--max-update", "4000"], "made with --max-update 2500"),
-        ("--max-update 4000", ["--max-update", "4000"], None),
-        ("--max-update 4000", ["--max-update", "2500"], "made with --max-update 4000"),
-        ("", ["--patience", "3"], "made without it"),
-        ("", ["--lr", "0.003"], "made with --lr 0.006"),
-        ("", ["--log-interval", "5"], None),
-        ("--dropout 0.5", [], "made with --dropout 0.5"),
-        ("--patience 3", [], "made with --patience 3"),
-        ("--lr 0.006 --log-interval 5", [], None),
+    "then, yaml, now, named",
+    [  # flags typed for the run that is kept, changes of the data set since, flags typed for the study
+        ("", {}, "--max-update 2500 --log-interval 5", None),
+        ("--max-update 4000", {}, "--max-update 4000", None),
+        ("--lr 6e-3 --log-interval 5", {}, "", None),
+        ("--bf16 --seed 1", {}, "--seed 2", None),
+        ("--dropout 0.5", {"dropout": 0.5}, "", None),
+        ("", {}, "--max-update 4000", "--max-update 2500"),
+        ("--max-update 4000", {}, "--max-update 2500", "--max-update 4000"),
+        ("", {}, "--patience 3", "--patience 3"),
+        ("--patience 3", {}, "", "--patience 3"),
+        ("", {}, "--lr 0.003", "--lr 0.006"),
+        ("--dropout 0.5", {}, "", "--dropout 0.5"),
+        ("", {"dropout": 0.5}, "", "--dropout 0.5"),
+        ("", {"label-smoothing": 0.2}, "", "--label-smoothing 0.2"),
+        ("", {"max-update": 4000}, "", "--max-update 4000"),
+        ("", {"max-tokens": 8192}, "", "8192"),
     ],
 )
-def test_flags_that_a_kept_run_was_not_made_with(tmp_path, monkeypatch, command, flags, said):
+def test_settings_that_a_kept_run_was_not_made_with(tmp_path, monkeypatch, then, yaml, now, named):
     """How long is trained is one of them, though a run may go on with another."""
-    monkeypatch.setenv("RESULTS_DIR", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    for name, value in (
+        ("RESULTS_DIR", "results"),
+        ("GPUS", "0"),
+        ("DATA_DIR", ""),
+        ("RUN_DIR", ""),
+    ):
+        monkeypatch.setenv(name, value)
+    binary = tmp_path / "data/multi30k/bin"
+    binary.mkdir(parents=True)
+    (binary / "dict.txt").write_text("a 1\n")
     dataset = load_dataset("multi30k")
-    line = f"SEED=1 python -P -m smoe_fairseq.recipes train multi30k moe {command} && python -m evaluate"
-    about = {"command": line, "commit": "1", "machine": "m", "versions": {}, "updates": 2500}
-    (tmp_path / "multi30k/moe").mkdir(parents=True)
-    (tmp_path / "multi30k/moe" / study_results.FILE).write_text(
-        json.dumps(about | {"flags": {"--lr": "0.006"}})
-    )
-    if said is None:
-        assert study_results.are_saved(dataset, "moe", flags)
-        assert not study_results.are_saved(dataset, "dense", flags)
-        return
-    with pytest.raises(UsageError) as error:
-        study_results.are_saved(dataset, "moe", flags)
-    assert said in str(error.value) and "RESULTS_DIR" in str(error.value)
+    _, words, _ = plan(dataset, "moe", then.split())
+    own = identity.of("moe", binary, words, 1)
+    about = {"command": f"SEED=1 train {then}", "commit": "1", "machine": "m", "versions": {}}
+    about |= {"updates": 2500, "flags": own["flags"]}
+    more = {"dictionary": own["dictionary"], "limits": identity.limits(flag_values(words))}
+    changed = replace(dataset, train=dataset.train | yaml)
+    _, words, _ = plan(changed, "moe", now.split())
+    kept = tmp_path / "results/multi30k/moe" / study_results.FILE
+    kept.parent.mkdir(parents=True)
+    # Earlier versions kept only the command, by which a limit of the data set's file cannot be known.
+    for content in (about | more, about) if "max-update" not in yaml else (about | more,):
+        kept.write_text(json.dumps(content))
+        if named is None:
+            assert study_results.are_saved(changed, "moe", words, 1)
+            assert not study_results.are_saved(changed, "dense", words, 1)
+            continue
+        with pytest.raises(UsageError, match="RESULTS_DIR") as error:
+            study_results.are_saved(changed, "moe", words, 1)
+        assert named in str(error.value) and str(kept.parent.name) in str(error.value)
+    kept.write_text(json.dumps(about | more))
+    (binary / "dict.txt").write_text("b 1\n")
+    with pytest.raises(UsageError, match="dictionaries"):
+        study_results.are_saved(changed, "moe", words, 1)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import sacrebleu
+import torch
 from commands import run
 from test_recipes import write_dataset
 
@@ -17,6 +18,7 @@ from smoe_fairseq.recipes.compare.statistics import permutation_p
 from smoe_fairseq.recipes.compare.table import Column, average
 from smoe_fairseq.recipes.datasets import load_dataset
 from smoe_fairseq.recipes.evaluation.scores import Score
+from smoe_fairseq.recipes.folders import fingerprints
 from smoe_fairseq.recipes.program_flags import arguments
 
 ROOT = Path(__file__).parents[1]
@@ -571,21 +573,22 @@ def test_scores_of_another_checkpoint_are_noted(tmp_path, kind):
     """That of the run, or one made of others, which have changed since."""
     run = tmp_path / "runs/m4/moe.seed-3"
     write_scores(run, {"eng-nso": 7})
-    (run / "test").mkdir()
-    scored = run / kind / f"checkpoint_{'average_1' if kind == 'averaged' else 'best'}.pt"
-    part = {"averaged": "checkpoint_1_10.pt", "consolidated": "checkpoint_best-rank-0.pt"}
-    part = run / part.get(kind, "checkpoint_best.pt")
-    scored.parent.mkdir(exist_ok=True)
-    for file in (part, scored):
-        file.write_bytes(b"1")
-        os.utime(file, (1, 1))
-    state = f"{scored.name} {scored.stat().st_size} {scored.stat().st_mtime_ns}"
-    (run / "test/evaluation.json").write_text(json.dumps({"checkpoint": state}))
+    names = {"averaged": "checkpoint_1_10.pt", "consolidated": "checkpoint_best-rank-0.pt"}
+    part = run / names.get(kind, "checkpoint_best.pt")
+    torch.save({"model": {"w": torch.zeros(1)}}, part)
+    which = "average:1" if kind == "averaged" else "best"
+    name, contents = f"checkpoint_{which.replace(':', '_')}.pt", fingerprints(run, which)
+    change_scores(run, checkpoint=name, contents=contents)
     again = "scripts/evaluate.sh m4 moe --seed 3"
+    shutil.copyfile(part, tmp_path / "copy")  # without its times
+    shutil.move(tmp_path / "copy", part)
     assert again not in table(tmp_path, "m4").stdout
-    os.utime(part, (2, 2))
+    before = part.stat()
+    torch.save({"model": {"w": torch.ones(1)}}, part)
+    os.utime(part, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert part.stat().st_size == before.st_size
     (note,) = [x for x in table(tmp_path, "m4").stdout.splitlines() if again in x]
-    assert scored.name in note
+    assert name in note
     part.unlink()  # to have room on the disk
     assert again not in table(tmp_path, "m4").stdout
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from smoe_fairseq.checkpoints import io, sets
+from smoe_fairseq.checkpoints.content import MADE_OF, fingerprint
 from smoe_fairseq.compat.checkpoint_names import PENDING, files_read, rank_of, set_name
 from smoe_fairseq.errors import UsageError
 
@@ -43,9 +44,10 @@ def average(paths: Sequence[Path]) -> dict:
         UsageError: architectures or dictionaries differ, or a checkpoint has diverged or is damaged; the
             message names it.
     """
-    sums, owners, first = {}, {}, None
+    sums, owners, first, read = {}, {}, None, {}
     for path in tqdm(paths, "average", unit=" checkpoints"):
         state = None  # free the previous one before reading the next
+        read[path.name] = fingerprint(path)
         state = sets.weights_of(path)
         if first is None:
             first = _outline(state)
@@ -59,7 +61,7 @@ def average(paths: Sequence[Path]) -> dict:
         if owner == name
     }
     state["model"] = {name: means[owners[name]] for name in last}
-    return state
+    return {**state, MADE_OF: read}
 
 
 def _add(sums: dict, owners: dict, path: Path, model: Mapping) -> None:

@@ -10,6 +10,7 @@ from fairseq import tasks
 from omegaconf import OmegaConf
 from torch import Tensor
 
+from smoe_fairseq.checkpoints.content import fingerprint
 from smoe_fairseq.checkpoints.io import dictionary_mismatch, values_of
 from smoe_fairseq.checkpoints.model import LOSS_WEIGHTS, check_fit, known_options, plain_config
 from smoe_fairseq.checkpoints.sets import weights_of
@@ -73,7 +74,7 @@ def write_huggingface(run: Path, output: Path, force: bool, half: bool, data: Pa
             search["forced_bos_token_id"] = tokenizer.get_lang_id(language)
         GenerationConfig(**search).save_pretrained(partial)
         tokenizer.save_pretrained(partial)
-        (partial / "README.md").write_text(_card(output, path.parent, config, tokenizer), "utf-8")
+        (partial / "README.md").write_text(_card(output, path, config, tokenizer), "utf-8")
 
 
 def is_export(folder: Path) -> bool:
@@ -214,7 +215,7 @@ def _tokenizer_of(path: Path, state: Mapping, task, config, folder: Path):
     )
 
 
-def _card(output: Path, run: Path, config, tokenizer) -> str:
+def _card(output: Path, checkpoint: Path, config, tokenizer) -> str:
     """The model card: what the folder is, how to load it, and the run's scores."""
     pairs = [pair.split("-") for pair in tokenizer.lang_pairs]
     if len(pairs) == 1:  # codes may have hyphens
@@ -250,14 +251,16 @@ model = AutoModelForSeq2SeqLM.from_pretrained("{output.name}")
 print(tokenizer.batch_decode(model.generate(**batch{forced}), skip_special_tokens=True))
 ```
 
-{_scores(run)}{_training(run)}"""
+{_scores(checkpoint)}{_training(checkpoint.parent)}"""
 
 
-def _scores(run: Path) -> str:
-    """A table of the run's ``scores.json``, or a sentence if the run has none."""
+def _scores(path: Path) -> str:
+    """A table of the run's ``scores.json``, or a sentence if it has none of this checkpoint."""
     try:
-        content = read_json(run / "scores.json", SCORES)
-        scores = content["scores"]
+        content = read_json(path.parent / "scores.json", SCORES)
+        scores, own = content["scores"], {path.name: fingerprint(path)}
+        if content["checkpoint"] != path.name or content.get("contents", own) != own:
+            raise KeyError(path.name)
         others = dict.fromkeys(m for score in scores.values() for m in score.get("others") or {})
         rows, signatures = [], {}
         for direction, score in scores.items():
@@ -268,8 +271,8 @@ def _scores(run: Path) -> str:
             for metric, (_, signature) in by_metric.items():
                 signatures.setdefault(f"{metric}: `{signature}`")
         checkpoint, search = content["checkpoint"], content["generate"]
-    except (UsageError, KeyError):  # missing, or not for all directions
-        return "The run has not been evaluated.\n"
+    except (UsageError, KeyError):  # missing, of another checkpoint, or not for all directions
+        return "This checkpoint has not been evaluated.\n"
     names = ["direction", "BLEU", *others, "sentences"]
     table = "\n".join([f"| {' | '.join(names)} |", "|---" * len(names) + "|", *rows])
     return f"Scores of `{checkpoint}`, with `{search}`:\n\n{table}\n\n{'; '.join(signatures)}\n"

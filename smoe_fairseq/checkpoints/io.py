@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from smoe_fairseq.checkpoints.content import MADE_OF
 from smoe_fairseq.compat.checkpoint_names import rank_file, rank_of, set_name
 from smoe_fairseq.compat.replacing import replaces
 from smoe_fairseq.compat.safe_load import (
@@ -120,6 +121,11 @@ def record_of(path: Path | str) -> Record | None:
         raise
     except UsageError:
         return None
+
+
+def made_of(path: Path) -> dict[str, str]:
+    """The fingerprints of the checkpoints that `smoe average` or `consolidate` read, by name; else empty."""
+    return dict(values_of(content_of(path).get(MADE_OF))) if path.is_file() else {}
 
 
 def newest_whole(saves: Sequence[Collection[str]]) -> str | None:

@@ -11,6 +11,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from smoe_fairseq.checkpoints import io
+from smoe_fairseq.checkpoints.content import MADE_OF, fingerprint
 from smoe_fairseq.compat.checkpoint_names import (
     PENDING,
     pending,
@@ -363,8 +364,10 @@ def run_consolidate(args: Namespace) -> None:
         raise UsageError(
             f"{rank_file(name, 0)} is missing: {name} is not the name of a set{inside}"
         )
+    made_of = {name.name: fingerprint(name)}
     # By the file of rank 0, since an older checkpoint may have the plain name.
     shards = Shards.open(rank_file(name, 0), args.optimizer_state)
+    shards.states[0][MADE_OF] = made_of
     write_set(shards, args.output, 1, args.force)
     numbers = " or ".join(map(str, shards.record.numbers_of_experts))
     ranks, update = len(shards.files), shards.record.num_updates

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import smoe_fairseq
+from smoe_fairseq.checkpoints.content import fingerprint
 from smoe_fairseq.compat.checkpoint_names import rank_files
 from smoe_fairseq.errors import UsageError
 from smoe_fairseq.files import read_plain
@@ -125,25 +126,44 @@ def checkpoint_file(run: Path, which: str) -> Path:
 
 def whole_checkpoint(folder: Path, which: str) -> tuple[Path, tuple[str, ...]]:
     """A run's checkpoint in one file, and the commands that make it if necessary."""
-    file = checkpoint_file(folder, which)
-    number = which.partition(":")[2]
-    return _averaged(file, int(number)) if number else _consolidated(file)
+    parts, whole = _parts(folder, which), checkpoint_file(folder, which)
+    if parts != [whole]:
+        average = command("smoe", "average", *parts, "--output", whole, "--force")
+        mkdir, comment = (
+            command("mkdir", "-p", whole.parent),
+            f"# the mean of {len(parts)} checkpoints",
+        )
+        preparation = (comment, mkdir, average)
+    elif ranks := rank_files(whole):
+        if whole.exists():
+            both = f"{whole} and {next(iter(ranks.values()))}"
+            raise UsageError(f"{both} both exist: move one of them away")
+        whole = folder / "consolidated" / whole.name
+        consolidate = command("smoe", "consolidate", *parts, "--output", whole, "--force")
+        preparation = ("# the experts of all processes in one checkpoint", consolidate)
+    else:
+        return whole, ()
+    if whole.exists():
+        from smoe_fairseq.checkpoints.io import made_of  # imports torch
+
+        if made_of(whole) == fingerprints(folder, which):
+            return whole, ()
+    return whole, preparation
 
 
-def _consolidated(parts: Path) -> tuple[Path, tuple[str, ...]]:
-    """A checkpoint, in one file if experts are sharded, and the commands that make it if necessary."""
-    sharded = list(rank_files(parts).values())
-    if not sharded or _is_newer(parts, sharded[:1]):
-        return parts, ()
-    whole = parts.parent / "consolidated" / parts.name
-    consolidate = command("smoe", "consolidate", parts, "--output", whole, "--force")
-    preparation = ("# the experts of all processes in one checkpoint", consolidate)
-    return whole, () if _is_newer(whole, sharded) else preparation
+def fingerprints(folder: Path, which: str) -> dict[str, str]:
+    """The identity of a run's checkpoint: fingerprints of what it is, or is made of, by name.
+
+    Raises OSError if a file is missing.
+    """
+    return {part.name: fingerprint(part) for part in _parts(folder, which)}
 
 
-def _averaged(mean: Path, number: int) -> tuple[Path, tuple[str, ...]]:
-    """The mean of the last checkpoints, and the commands that make it if necessary."""
-    folder, saved = mean.parents[1], {}
+def _parts(folder: Path, which: str) -> list[Path]:
+    """The files, or names of sets, that a run's checkpoint is, or is made of."""
+    file, saved = checkpoint_file(folder, which), {}
+    if not (number := int(which.partition(":")[2] or 0)):
+        return [file]
     for name in (file.name for file in folder.glob("checkpoint*.pt")):
         if match := _SAVED.fullmatch(name):
             saved[f"{match[1]}.pt"] = int(match[2] or 0), int(match[3] or 0)
@@ -154,17 +174,7 @@ def _averaged(mean: Path, number: int) -> tuple[Path, tuple[str, ...]]:
             f"--checkpoint average:{number}: {folder} has {len(last)} checkpoints of updates or epochs: "
             "keep more with --save-interval-updates and --keep-interval-updates of training"
         )
-    parts = [folder / name for name in last]
-    inputs = [file for part in parts for file in (rank_files(part).values() or [part])]
-    average = command("smoe", "average", *parts, "--output", mean, "--force")
-    mkdir, comment = command("mkdir", "-p", mean.parent), f"# the mean of {number} checkpoints"
-    return mean, () if _is_newer(mean, inputs) else (comment, mkdir, average)
-
-
-def _is_newer(file: Path, others: list[Path]) -> bool:
-    """Whether a file exists and is not older than the others."""
-    latest = max(other.stat().st_mtime for other in others)
-    return file.exists() and file.stat().st_mtime >= latest
+    return [folder / name for name in last]
 
 
 def test_file(dataset: Dataset, direction: str, language: str) -> Path:

@@ -5,9 +5,9 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from importlib.metadata import version
 from pathlib import Path
 
@@ -25,10 +25,12 @@ from smoe_fairseq.recipes.datasets import Dataset, naming_settings
 from smoe_fairseq.recipes.evaluation import generate, metrics, scores
 from smoe_fairseq.recipes.folders import (
     Folders,
+    fingerprints,
     run_method,
     run_name,
     run_seed,
     seed_of,
+    shard_folders,
     test_file,
     whole_checkpoint,
 )
@@ -51,6 +53,7 @@ class Evaluation:
     directions: tuple[str, ...]
     extra: tuple[str, ...] = ()
     preparation: tuple[str, ...] = ()  # commands that make the checkpoint from others
+    contents: Mapping[str, str] = field(default_factory=dict)  # its `fingerprints`
 
     @property
     def partial(self) -> Path:
@@ -107,18 +110,22 @@ class Evaluation:
         return scorings | {"": flags | {"tokenize": tokenizer}}
 
     def resume(self) -> dict[str, scores.Score]:
-        """The scores so far of an interrupted evaluation; deletes those of a different one."""
-        if self._matches(self.complete) and not self.partial.exists():
+        """The scores so far of an interrupted evaluation; deletes what is of a different one.
+
+        Translations by the same search are scored again if only the scoring, or a reference, has changed.
+        """
+        folder = self.partial if self.partial.exists() else self.complete
+        if self._is_of_this_search(folder):
             for direction in self.directions:
                 with suppress(UsageError):  # not translated
-                    self.add_scores(self.complete, direction)
-            if len(scored := self.scored(self.complete)) == len(self.directions):
+                    self.add_scores(folder, direction)
+            scored = self.scored(folder)
+            if folder == self.partial or len(scored) == len(self.directions):
                 return scored
-        if not self._matches(self.partial):
-            shutil.rmtree(self.partial, ignore_errors=True)
-            self.partial.mkdir(parents=True)
-            write_whole(self.partial / FILE, json.dumps(self._key, indent=2) + "\n")
-        return self.scored(self.partial)
+        shutil.rmtree(self.partial, ignore_errors=True)
+        self.partial.mkdir(parents=True)
+        self._write_key(self.partial)
+        return {}
 
     def scored(self, folder: Path) -> dict[str, scores.Score]:
         """The scores in a folder, by direction."""
@@ -150,7 +157,7 @@ class Evaluation:
         """Write ``scores.json``, in the data set's order."""
         ordered = {d: scored[d] for d in self.directions if d in scored}
         settings = [*arguments(self.dataset.generate), *self.extra]
-        scores.write(folder, ordered, self.checkpoint.name, settings)
+        scores.write(folder, ordered, self.checkpoint.name, self.contents, settings)
 
     def finish(self, scored: dict[str, scores.Score]) -> None:
         """Replace an earlier evaluation, which is kept if the disk is full."""
@@ -159,41 +166,56 @@ class Evaluation:
         shutil.rmtree(self.complete, ignore_errors=True)
         os.replace(self.partial, self.complete)
 
-    def _matches(self, folder: Path) -> bool:
+    def _is_of_this_search(self, folder: Path) -> bool:
+        """Whether a folder has translations of this search; scores by another scoring are deleted."""
         try:
-            return read_json(folder / FILE) == self._key
+            saved, key = read_json(folder / FILE), self._key
         except UsageError:
             return False
+        if any(saved.get(name) != key[name] for name in ("checkpoint", "binarised", "flags")):
+            return False
+        if saved != key:
+            if other_texts := saved.get("texts") != key["texts"]:
+                self.check_texts(self.directions)
+            for file in folder.glob("*-*.json"):
+                if other_texts or not file.name.endswith(".comet.json"):
+                    file.unlink()
+            self._write_key(folder)
+        return True
+
+    def check_texts(self, directions: Iterable[str]) -> None:
+        """Raise UsageError if references are not in the order of the text that was binarised."""
+        from smoe_fairseq.recipes.data.binarise import check_texts  # imports numpy
+
+        check_texts(map(self.reference, directions), Folders(self.dataset.name).binary)
+
+    def _write_key(self, folder: Path) -> None:
+        write_whole(folder / FILE, json.dumps(self._key, indent=2) + "\n")
 
     @property
     def _key(self) -> dict:
-        """What the translations and scores depend on."""
-        texts = [text(d) for d in self.directions for text in (self.source, self.reference)]
+        """What the translations depend on: checkpoint, binarised text, flags; and the scores: the rest."""
+        digest, folder = hashlib.sha256(), shard_folders(Folders(self.dataset.name).binary)[0]
+        for file in sorted(folder.glob("test.*")):
+            digest.update(f"{file.name} {file.stat().st_size}\n".encode() + file.read_bytes())
         scoring = self.dataset.sacrebleu
         tokenizers = (metrics.tokenizer_of(scoring, d.split("-")[1]) for d in self.directions)
         scoring = scoring | {"tokenize": list(dict.fromkeys(tokenizers))}  # in place of `auto`
         return {
-            "checkpoint": _file_state(self.checkpoint),
-            "texts": hashlib.sha256(" ".join(map(_file_state, texts)).encode()).hexdigest(),
+            "checkpoint": {self.checkpoint.name: self.contents},
+            "binarised": digest.hexdigest(),
             "flags": [*arguments(self.dataset.task | self.dataset.generate), *self.extra],
+            "texts": scores.test_checksums(self.dataset, self.directions),
             "sacrebleu": [version("sacrebleu"), *arguments(scoring)],
         }
 
 
-def _file_state(file: Path) -> str:
-    """Name, size and time of a file, in place of a checksum of gigabytes."""
-    state = file.stat()
-    return f"{file.name} {state.st_size} {state.st_mtime_ns}"
-
-
 def is_outdated(folder: Path) -> str:
     """The name of a run's checkpoint if it has changed since it was scored, else ""."""
-    with suppress(UsageError, LookupError, OSError):  # not scored, or its checkpoints are gone
-        state = read_json(folder / "test" / FILE, {"checkpoint": str})["checkpoint"]
-        name = state.split()[0]
+    with suppress(UsageError, OSError):  # not scored, or its checkpoints are gone
+        name, contents = scores.checkpoint_of(folder)
         which = name.removeprefix("checkpoint_").removesuffix(".pt").replace("_", ":")
-        checkpoint, preparation = whole_checkpoint(folder, which)
-        return name if preparation or _file_state(checkpoint) != state else ""
+        return name if contents and contents != fingerprints(folder, which) else ""
     return ""
 
 
@@ -278,7 +300,8 @@ def plan(dataset: Dataset, method: str, flags: Sequence[str], which: str) -> Eva
     if not dry_run():
         identity.check(folder, method, seed_of(dataset), folders.binary)
     directions = _directions(dataset, folders.raw)
-    return Evaluation(dataset, folder, checkpoint, directions, tuple(flags), preparation)
+    contents = {} if dry_run() else fingerprints(folder, which)
+    return Evaluation(dataset, folder, checkpoint, directions, tuple(flags), preparation, contents)
 
 
 def _directions(dataset: Dataset, raw: Path) -> tuple[str, ...]:
@@ -317,11 +340,8 @@ def _translate(evaluation: Evaluation) -> None:
         _print_score(direction, score, "as it was")
     left = [direction for direction in evaluation.directions if direction not in scored]
     if left:
-        from smoe_fairseq.recipes.data.binarise import check_texts  # imports numpy
-
         _check_model(evaluation)
-        references = map(evaluation.reference, left)
-        check_texts(references, Folders(evaluation.dataset.name).binary)
+        evaluation.check_texts(left)
         left.sort(key=lambda d: -evaluation.source(d).stat().st_size)
         count = len(evaluation.directions)
         devices = generate.choose_devices(len(left), evaluation.extra)

@@ -81,10 +81,17 @@ def read_score(folder: Path, direction: str) -> Score:
     return Score(bleu["score"], bleu["signature"], sentences, ratio and float(ratio[1]), others)
 
 
-def write(folder: Path, scores: dict[str, Score], checkpoint: str, settings: Sequence[str]) -> None:
-    """Write ``scores.json``: by direction, with the checkpoint's name and the flags of the search."""
+def write(
+    folder: Path,
+    scores: dict[str, Score],
+    checkpoint: str,
+    contents: Mapping[str, str],
+    settings: Sequence[str],
+) -> None:
+    """Write ``scores.json``: by direction, with the checkpoint's name, `fingerprints`, and search flags."""
     content = {
         "checkpoint": checkpoint,
+        "contents": contents,
         "generate": " ".join(settings),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "scores": {direction: asdict(score) for direction, score in scores.items()},
@@ -100,6 +107,12 @@ def read(folder: Path) -> dict[str, Score]:
         others = {metric: tuple(each) for metric, each in (values.get("others") or {}).items()}
         scored[direction] = Score(**numbers | {"others": others})
     return scored
+
+
+def checkpoint_of(folder: Path) -> tuple[str, dict[str, str]]:
+    """The name and the `fingerprints` of the checkpoint that was scored; empty where they are unknown."""
+    content = _content(folder)
+    return content.get("checkpoint", ""), content.get("contents", {})
 
 
 def test_checksums(dataset: Dataset, directions: Iterable[str]) -> dict[str, str]:

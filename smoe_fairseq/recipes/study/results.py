@@ -41,6 +41,7 @@ from smoe_fairseq.recipes.processes import command
 from smoe_fairseq.recipes.program_flags import arguments, flag_values
 from smoe_fairseq.recipes.training import identity
 from smoe_fairseq.recipes.training.launcher import visible_gpus
+from smoe_fairseq.recipes.training.train import validation_flags
 
 FILE = "run.json"
 CURVE = "curve.csv"
@@ -51,6 +52,7 @@ EXPERTS = "experts_per_token"
 COLUMNS = ("update", "training_nll", "validation_nll", EXPERTS, "words", "seconds")
 MIN_COUNT = 10  # minimum occurrences of a token to use its mean requested capacity
 _ABOUT = {"command": str, "commit": str, "machine": str, "versions": dict, "updates": int}
+_ABOUT |= {"flags?": {str: str}, "dictionary?": (None, str), "limits?": (None, {str: str})}
 
 
 def folder_of(dataset: str) -> Path:
@@ -113,31 +115,22 @@ def _machine(variables: Mapping[str, str]) -> str:
 # Writing the results of a run that is trained and scored.
 
 
-def are_saved(dataset: Dataset, name: str, words: Sequence[str]) -> bool:
-    """Whether a run has results; raises UsageError if they were made with other flags than ``words``."""
+def are_saved(dataset: Dataset, name: str, words: Sequence[str], processes: int) -> bool:
+    """Whether a run has results; raises UsageError if they were made with other settings than ``words``."""
     folder = folder_of(dataset.name) / name
     if not (folder / FILE).exists():
         return False
-    about, requested = _about(folder), flag_values(words)
-    typed = flag_values(shlex.split(about["command"].split(" && ")[0]))
-    usual = flag_values(arguments(dataset.train | method_flags(run_method(name), dataset)))
-    flags = about.get("flags", {}) | identity.limits(usual | typed)
-    advice = "set RESULTS_DIR and RUN_DIR to other folders for a study with other flags"
-    for flag, value in _compared(requested).items():
-        if flags.get(flag) != value:
-            was = f"with {flag} {flags[flag]}" if flag in flags else "without it"
-            raise UsageError(f"{flag} {value}: {folder} is there and was made {was}; {advice}")
-    for flag, value in _compared(typed).items():
-        is_ours = flag.startswith("--")  # Python's are -P and -m
-        if is_ours and flag not in requested and usual.get(flag) != value:
-            raise UsageError(f"{folder} was made with {flag} {value}, this study is not; {advice}")
+    about, method, data = _about(folder), run_method(name), Folders(dataset.name).binary
+    if (limits := about.get("limits")) is None:  # earlier versions kept only the command
+        typed = flag_values(shlex.split(about["command"].split(" && ")[0]))
+        recipe = dataset.train | validation_flags(dataset) | method_flags(method, dataset)
+        limits = identity.limits(flag_values(arguments(recipe)) | typed)
+    saved = {"method": method, "dictionary": about.get("dictionary"), "trained": limits}
+    saved["flags"] = about.get("flags", {})
+    if difference := identity.other_settings(saved, words, processes, data):
+        advice = "set RESULTS_DIR and RUN_DIR to other folders for a study with other settings"
+        raise UsageError(f"{folder} {difference}: {advice}")
     return True
-
-
-def _compared(flags: dict[str, str]) -> dict[str, str]:
-    """Those of the flags that may not differ between the runs of a study."""
-    compared = identity.fixed_flags(flags) | identity.limits(flags)
-    return {flag: compared[flag] for flag in compared if flag not in identity.BATCH_FLAGS}
 
 
 def save(dataset: Dataset, name: str, line: str) -> None:
@@ -153,9 +146,12 @@ def save(dataset: Dataset, name: str, line: str) -> None:
     curve = _curve(logged, training_log.read_validations(log))
     if all(row["validation_nll"] is None for row in curve):
         raise UsageError(f"{log} has no validation loss, which the report of a study compares")
+    own = identity.record(run)
     content = {
         "command": line,
-        "flags": identity.flags_of(run),
+        "flags": own.get("flags", {}),
+        "dictionary": own.get("dictionary"),
+        "limits": own.get("trained"),
         **summarize_starts(run),
         "versions": {p: version(p) for p in ("torch", "fairseq", "sacrebleu")},
         "python": platform.python_version(),

@@ -95,14 +95,20 @@ def study(dataset: Dataset, flags: Sequence[str]) -> None:
         SystemExit: a signal stopped all runs; the next start resumes them.
     """
     runs = _runs(dataset, flags)
-    left = [run for run in runs if not results.are_saved(dataset, run.name, run.flags)]
     folders = Folders(dataset.name)
     if not dry_run():
         folders.check_prepared(dataset.pairs)
     slots = _slots()
-    with variables({"GPUS": slots[0]["GPUS"]}):
-        for method in {run.method for run in left}:  # report invalid settings before any run
-            plan(dataset, method, left[0].flags)
+    with variables({"GPUS": slots[0]["GPUS"]}):  # report invalid settings before any run
+        plans = {
+            method: plan(dataset, method, runs[0].flags) for method in {r.method for r in runs}
+        }
+
+    def is_done(run: Run) -> bool:
+        launch, words, _ = plans[run.method]
+        return results.are_saved(dataset, run.name, words, launch.processes)
+
+    left = [run for run in runs if not is_done(run)]
     print(f"# {dataset.name}: {len(left)} of {len(runs)} runs are left", flush=True)
     if dry_run():
         for run in left:

@@ -9,12 +9,14 @@ from contextlib import suppress
 from pathlib import Path
 
 from smoe_fairseq import files, locks
+from smoe_fairseq.checkpoints.content import fingerprint
 from smoe_fairseq.errors import UsageError
 from smoe_fairseq.files import write_whole
 from smoe_fairseq.forms import IDENTITY, read_json
 from smoe_fairseq.recipes.processes import warn
 from smoe_fairseq.recipes.program_flags import flag_values, is_number
 from smoe_fairseq.recipes.training.batch import SIZES, TOLERANCE
+from smoe_fairseq.recipes.training.precision import OTHERS
 
 FILE = "identity.json"  # in the run's folder
 TIMEOUT_SECONDS = 60  # until other machines see the first one's file, which NFS may delay
@@ -25,7 +27,7 @@ _TRAINED = "trained"  # the values of `_LIMITS` when training has ended
 _BEFORE = "before"  # the identity before --force-resume changed it
 _SAVED = "saved"  # in `_BEFORE`: the time of the last checkpoint
 _SIZES = tuple(f"--{name}" for name in SIZES)
-BATCH_FLAGS = (*_SIZES, "--update-freq")  # compared by product: size x frequency x processes
+_PRECISION = {f"--{name}" for name in ("fp16", "bf16", "fp16-no-flatten-grads", *OTHERS)}
 _LIMITS = ("--max-update", "--max-epoch", "--patience")
 
 # Flags that may differ when a run is resumed. Precision (--fp16, --bf16, --amp and their variants) may not:
@@ -85,8 +87,7 @@ def claim(
         return True
     folder = Path(flags["--save-dir"])
     file = folder / FILE
-    fixed = _with_whole_batch(fixed_flags(flags), processes)
-    own = {"method": method, "dictionary": _dictionary(data), "flags": fixed, _RANKS: processes}
+    own = of(method, data, words, processes)
     folder.mkdir(parents=True, exist_ok=True)
     try:
         locks.lock_folder(folder, locks.RECIPE)
@@ -101,6 +102,8 @@ def claim(
         saved = _read(file)
         difference = _difference(saved, own, data)
         if not difference:
+            if saved != _read(file, begun=True):  # --force-resume ended before it saved
+                _write(file, saved)
             return _is_unfinished(saved, flags)
         otherwise = "set RUN_DIR to another folder for a new run"
         if _difference(saved, own | {"flags": saved["flags"]}, data):  # in method or dictionaries
@@ -119,6 +122,35 @@ def claim(
         )
     _write(file, own)
     return True
+
+
+def of(method: str, data: Path, words: Sequence[str], processes: int) -> dict:
+    """The identity of a run by ``words``; the arguments are those of `claim`."""
+    flags = _with_whole_batch(fixed_flags(flag_values(words)), processes)
+    return {"method": method, "dictionary": _dictionary(data), "flags": flags, _RANKS: processes}
+
+
+def other_settings(saved: dict, words: Sequence[str], processes: int, data: Path) -> str | None:
+    """How the `record` of a run that was trained elsewhere differs from a run by ``words``, as `check` says.
+
+    The seed and the precision, which depends on the machine, are not compared.
+    """
+    both = (
+        saved,
+        of(saved["method"], data, words, processes) | {_TRAINED: limits(flag_values(words))},
+    )
+    if not saved["dictionary"] or not data.exists():
+        both[1]["dictionary"] = saved["dictionary"]
+    left_out = {*_PRECISION, "--seed", "processes"}
+    for each in both:
+        flags = each["flags"] | each[_TRAINED]
+        each["flags"] = {name: value for name, value in flags.items() if name not in left_out}
+    return _difference(*both, data)
+
+
+def record(run: Path) -> dict:
+    """The identity of a run that has ended, for `other_settings`; without content if its folder has none."""
+    return _read(run / FILE) if (run / FILE).exists() else {}
 
 
 def _join(folder: Path, own: dict, data: Path) -> None:
@@ -230,7 +262,9 @@ def batch_of_earlier_version(run: Path) -> int | None:
 
 
 def _last_save(folder: Path) -> str:
-    return str(max((f.stat().st_mtime_ns for f in folder.glob("checkpoint*.pt")), default=0))
+    """What its checkpoints are."""
+    files = sorted(folder.glob("checkpoint*.pt"))
+    return hashlib.sha256("".join(map(fingerprint, files)).encode()).hexdigest()
 
 
 def _read(file: Path, begun: bool = False) -> dict:

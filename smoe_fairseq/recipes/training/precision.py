@@ -8,7 +8,7 @@ from smoe_fairseq.recipes.program_flags import Flags
 from smoe_fairseq.recipes.training.launcher import Launch
 
 PRECISIONS = ("auto", "bf16", "fp16", "fp32")
-_OTHERS = ("--amp", "--memory-efficient-fp16", "--memory-efficient-bf16")
+OTHERS = ("--amp", "--memory-efficient-fp16", "--memory-efficient-bf16")
 _DEVICES = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")  # NVIDIA, NVIDIA under Windows, AMD
 
 
@@ -28,7 +28,7 @@ def precision_flags(
         setting = f"PRECISION={requested}" if variable else f"precision: {requested}"
         raise UsageError(f"{setting}: choose one of {', '.join(PRECISIONS)}")
     words = {word.partition("=")[0] for word in extra}
-    if own := [flag for flag in ("--fp16", "--bf16", *_OTHERS) if flag in words]:
+    if own := [flag for flag in ("--fp16", "--bf16", *OTHERS) if flag in words]:
         return {}, [f"# number type: {own[0]}, as the flags request"]
     chosen, why = _choose(requested, launch, resumed)
     if requested != "auto" and chosen == requested:
@@ -41,7 +41,7 @@ def precision_flags(
 
 
 def _choose(requested: str, launch: Launch, resumed: Flags | None) -> tuple[str, str]:
-    if requested == "auto" and resumed and not any(flag in resumed for flag in _OTHERS):
+    if requested == "auto" and resumed and not any(flag in resumed for flag in OTHERS):
         before = next((name for name in ("bf16", "fp16") if f"--{name}" in resumed), "fp32")
         return before, "as this run began; PRECISION chooses for a new run"
     if launch.cpu and requested in ("auto", "fp16"):
