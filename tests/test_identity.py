@@ -9,7 +9,7 @@ from test_lock import holder
 from test_recipes import recipe, refusal
 from test_signals import ended, training  # noqa: F401
 
-from smoe_fairseq import files, locks
+from smoe_fairseq import locks
 from smoe_fairseq.errors import UsageError
 from smoe_fairseq.recipes.training import identity
 
@@ -210,7 +210,7 @@ def test_another_machine_of_the_run_joins_it(started, tmp_path, monkeypatch):
 
 
 def test_where_there_are_no_locks_it_is_noted_all_the_same(run, started, monkeypatch):
-    monkeypatch.setattr(files, "_lock", lambda file: None)
+    monkeypatch.setattr(locks, "_lock", lambda file: None)
     assert run() is None
     identity.finish([*WORDS, "--save-dir", str(started)])
     assert run(left=False) is None
