@@ -130,8 +130,10 @@ def test_zstandard_is_read_if_it_is_installed(tmp_path):
         ("train.tmx.gz", gzip.compress(tmx(PAIRS).encode())[:-20], 0),
         ("train.tsv.xz", lzma.compress(b"en\tha\na\tb\n")[:-20], 0),
         ("train.tsv.bz2", b"BZh9" + bytes(50), 0),
+        ("train.en-ha.tsv", b'<refset setid="wmt" trglang="ha">\n<doc>\n', 0),
+        ("train.zip", b"PK", 0),
     ],
-    ids=range(14),
+    ids=range(16),
 )
 def test_what_cannot_be_read_is_named(tmp_path, dataset, name, content, line):
     for split in ("valid", "test"):

@@ -1,8 +1,10 @@
 """Recipes through their scripts: what they print, run, write and refuse."""
 
+import gzip
 import http.server
 import os
 import shlex
+import shutil
 import subprocess
 import sys
 import threading
@@ -322,7 +324,8 @@ class Files(http.server.BaseHTTPRequestHandler):
             self.send_error(self.server.status)
             return
         self.send_response(206 if start else 200)
-        self.send_header("Content-Length", str(len(content) - start))
+        if self.server.measured:
+            self.send_header("Content-Length", str(len(content) - start))
         if self.server.version:
             self.send_header("ETag", self.server.version)
         self.end_headers()
@@ -341,8 +344,7 @@ def server():
             for language in ("en", "fr")
         }
         server.bytes_per_reply = 10_000
-        server.version = '"1"'
-        server.starts = []
+        server.version, server.starts, server.measured = '"1"', [], True
         threading.Thread(target=server.serve_forever, daemon=True).start()
         yield server
         server.shutdown()
@@ -350,7 +352,7 @@ def server():
 
 def fetch_from(tmp_path: Path, address: str, **raw) -> subprocess.CompletedProcess:
     """Prepares a data set that is to be downloaded, as far as its text."""
-    raw |= {"files": "{split}.{language}", "splits": {"valid": "dev"}}
+    raw = {"files": "{split}.{language}", "splits": {"valid": "dev"}} | raw
     raw |= {"url": f"http://{address}/{{file}}"}
     if not (tmp_path / "configs").exists():
         write_dataset(
@@ -373,6 +375,26 @@ def test_interrupted_download_resumes(tmp_path, server):
     assert server.starts[:4] == [0, 200, 400, 600]
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == server.files
     assert len(list((tmp_path / "data/remote/raw").iterdir())) == 6
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"\n<!DOCTYPE html><p>Log in", gzip.compress(b"text")[:-9]]
+)
+def test_a_bad_download_does_not_stay(tmp_path, server, content):
+    address = f"127.0.0.1:{server.server_port}"
+    good = {f"{name}.gz": gzip.compress(text) for name, text in server.files.items()}
+    server.files, server.measured = dict.fromkeys(good, content), content[:1] in (b"", b"\n")
+    names = {"files": "{split}.{language}.gz"}
+    assert "/train.en.gz has " in refusal(fetch_from(tmp_path, address, **names))
+    folder = tmp_path / "data/remote/download"
+    assert not list(folder.iterdir())
+    server.files = good
+    fetch_from(tmp_path, address, **names)
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == good
+    if server.measured:  # of an earlier version
+        (folder / "train.en.gz").write_bytes(content)
+        shutil.rmtree(tmp_path / "data/remote/raw")
+        assert "download/train.en.gz has " in refusal(fetch_from(tmp_path, address, **names))
 
 
 @pytest.mark.parametrize("version", ['"2"', ""])

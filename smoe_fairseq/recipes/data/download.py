@@ -3,6 +3,7 @@
 import hashlib
 import http.client
 import os
+import re
 import shutil
 import stat
 import struct
@@ -23,11 +24,13 @@ from typing import IO
 from smoe_fairseq.errors import UsageError
 from smoe_fairseq.files import check_plain, open_plain, put_in_place, whole_folder, write_whole
 from smoe_fairseq.recipes.data.raw import all_publisher_names
+from smoe_fairseq.recipes.data.readers import COMPRESSED, MAGIC, compression_of
 from smoe_fairseq.recipes.datasets import Dataset
 
 ATTEMPTS = 3
 TIMEOUT_SECONDS = 60
 _BLOCK = 1 << 20  # bytes
+_PAGE = re.compile(rb"\s*<(!doctype html|html)\b", re.I)
 
 
 @dataclass(frozen=True)
@@ -103,14 +106,14 @@ def download(remote: Remote, target: Path) -> None:
         part.parent.mkdir(parents=True, exist_ok=True)
     for attempt in range(1, ATTEMPTS + 1):
         try:
-            _append_rest(remote, part)
+            measured = _append_rest(remote, part)
             break
         except (OSError, http.client.HTTPException) as error:
             refused = isinstance(error, urllib.error.HTTPError) and error.code < 500
             if refused or attempt == ATTEMPTS:
                 raise OSError(str(error)) from error
         print(f"{target.name}: interrupted, resuming", file=sys.stderr, flush=True)
-    if fault := _fault(remote, part):
+    if fault := _fault(remote, part) or (None if measured or remote.sha256 else _cut_off(part)):
         part.unlink()
     else:
         with _writing(part):
@@ -124,8 +127,11 @@ def _version_file(part: Path) -> Path:
     return part.with_name(f"{part.name}.version")
 
 
-def _append_rest(remote: Remote, part: Path) -> None:
-    """Download the rest of ``part``; raises ConnectionError if the connection breaks."""
+def _append_rest(remote: Remote, part: Path) -> bool:
+    """Download the rest of ``part``; returns whether the server has told its length.
+
+    Raises ConnectionError if the connection breaks.
+    """
     url, version = remote.url, _version_file(part)
     have = part.stat().st_size if part.exists() else 0
     known = version.read_text("utf-8") if version.is_file() else ""
@@ -139,7 +145,7 @@ def _append_rest(remote: Remote, part: Path) -> None:
         if error.code != http.client.REQUESTED_RANGE_NOT_SATISFIABLE:
             raise
         if error.headers.get("Content-Range") == f"bytes */{have}":
-            return  # complete: an earlier attempt ended just before renaming it
+            return True  # complete: an earlier attempt ended just before renaming it
         part.unlink()  # longer than the server's file, so perhaps another file
         return _append_rest(remote, part)
     with response:
@@ -161,6 +167,7 @@ def _append_rest(remote: Remote, part: Path) -> None:
     if length is not None and size < have + int(length):
         raise ConnectionError(f"cut off after {size} of {have + int(length)} bytes")
     print(f"{url}: {size:,} bytes", flush=True)
+    return length is not None
 
 
 def _version(headers: Mapping[str, str]) -> str:
@@ -180,15 +187,38 @@ def _writing(part: Path) -> Iterator[None]:
 
 
 def _fault(remote: Remote, path: Path) -> str | None:
-    """The difference of a file from the known size or checksum; None without any."""
-    if remote.size and (size := path.stat().st_size) != remote.size:
-        return f"{size} bytes, not {remote.size} as expected"
+    """What shows that a file is not the expected one; None if nothing does."""
     check_plain(path)
-    if remote.sha256:
-        with open(path, "rb") as content:
+    size = path.stat().st_size
+    if not size or remote.size not in (None, size):
+        return f"{size} bytes, not {remote.size or 'more'} as expected"
+    with open(path, "rb") as content:
+        beginning = content.read(_BLOCK)
+        if _PAGE.match(beginning):
+            return "a page of HTML, such as a login, not the file as expected"
+        if (magic := MAGIC.get(Path(remote.name).suffix)) and not beginning.startswith(magic):
+            return f"other content than {Path(remote.name).suffix} as expected"
+        if remote.sha256:
+            content.seek(0)
             checksum = hashlib.file_digest(content, "sha256").hexdigest()
-        if checksum != remote.sha256:
-            return f"the SHA-256 checksum {checksum}, not {remote.sha256} as expected"
+            if checksum != remote.sha256:
+                return f"the SHA-256 checksum {checksum}, not {remote.sha256} as expected"
+    return None
+
+
+def _cut_off(path: Path) -> str | None:
+    """What shows that a compressed file or archive lacks its end; None if nothing does."""
+    try:
+        with _naming_archive(path):
+            with open(path, "rb") as file:
+                kind = compression_of(file.read(_BLOCK))
+            with COMPRESSED[kind](path) as content:
+                while content.read(_BLOCK):
+                    pass
+            if path.name.endswith(".zip.part"):
+                zipfile.ZipFile(path).close()
+    except UsageError as error:
+        return f"no end as expected: {error}"
     return None
 
 
@@ -313,9 +343,14 @@ def _members(archive: Path) -> Iterator[tuple[str, bool, int, Callable[[], IO[by
                     regular = kind in (0, stat.S_IFREG)
                     yield info.filename, regular, info.file_size, partial(content.open, info)
     else:
-        with tarfile.open(archive) as content:
+        with open(archive, "rb") as file:
+            kind = compression_of(file.read(_BLOCK))
+        with (
+            COMPRESSED[kind](archive) as stream,
+            tarfile.open(fileobj=stream, mode="r|") as content,
+        ):
             for info in content:
                 if not info.isdir():
                     yield info.name, info.isreg(), info.size, partial(content.extractfile, info)
-            while content.fileobj.read(_BLOCK):  # to the end, for the compression's checksum
+            while stream.read(_BLOCK):  # to the end, for the compression's checksum
                 pass

@@ -107,7 +107,12 @@ COMPRESSED: dict[str, Callable[[Path], IO[bytes]]] = {
     ".bz2": partial(_decompressed, bz2.BZ2Decompressor),
     ".zst": _zstandard,
 }
-_MAGIC = {".gz": b"\x1f\x8b", ".xz": b"\xfd7zXZ", ".bz2": b"BZh", ".zst": b"\x28\xb5\x2f\xfd"}
+MAGIC = {".gz": b"\x1f\x8b", ".xz": b"\xfd7zXZ", ".bz2": b"BZh", ".zst": b"\x28\xb5\x2f\xfd"}
+
+
+def compression_of(beginning: bytes) -> str:
+    """The key of `COMPRESSED` for a file that begins with these bytes."""
+    return next((kind for kind, magic in MAGIC.items() if beginning.startswith(magic)), "")
 
 
 def ending_of(path: Path) -> str:
@@ -145,11 +150,10 @@ def lines(path: Path) -> Iterator[str]:
             try:
                 text = line.decode("utf-8-sig" if number == 1 else "utf-8")
             except UnicodeDecodeError as error:
-                for ending, beginning in _MAGIC.items():
-                    if number == 1 and line.startswith(beginning):
-                        expected = f"expected text, or a name that ends in {ending}"
-                        twice = "of text that was compressed twice, decompress it once"
-                        raise UsageError(f"{path} is compressed: {expected}; {twice}") from None
+                if number == 1 and (ending := compression_of(line)):
+                    expected = f"expected text, or a name that ends in {ending}"
+                    twice = "of text that was compressed twice, decompress it once"
+                    raise UsageError(f"{path} is compressed: {expected}; {twice}") from None
                 reason = f"{error.reason}; convert it, as `iconv -t utf-8` does"
                 raise UsageError(f"{path}, line {number}, is not UTF-8 text: {reason}") from None
             if number == 1 and (markup := _MARKUP_FILE.match(text)):
