@@ -8,7 +8,7 @@ from commands import smoe
 from family import FAMILY
 from sampling import soak, some
 from test_criterion import ALPHA, logged, make_criterion, make_sample
-from test_model import PAD, make_batch, reckoned_and_real, tiny
+from test_model import PAD, make_batch, tiny
 
 from smoe_fairseq.analysis.cost import count
 from smoe_fairseq.errors import UsageError
@@ -298,14 +298,6 @@ def test_balance_over_an_update_by_hand():
 def test_the_capacity_of_a_gate_where_none_is_given(flags, factor):
     gate = tiny(*flags.split()).decoder.layers[1].moe.gates[0]
     assert getattr(gate, "capacity", gate).factor == factor
-
-
-@pytest.mark.parametrize(
-    "member", some(FAMILY, "null", "gate-residual", "hash", "shared", "layers", first=1)
-)
-def test_reckoned_size_is_the_models(member, monkeypatch):
-    reckoned, real = reckoned_and_real(monkeypatch, *FAMILY[member].split(), vocabulary=5000)
-    assert reckoned == real
 
 
 def test_a_chain_may_choose_an_expert_again():

@@ -57,15 +57,6 @@ def sentence_against(*flags) -> str:
     return str(end.value)
 
 
-def reckoned_and_real(monkeypatch, *flags, vocabulary) -> tuple[int, int]:
-    """Parameters of a base model, as counted before it is made and after."""
-    seen, parts = [], memory.parts
-    monkeypatch.setattr(memory, "parts", lambda *given: seen.append(parts(*given)) or seen[-1])
-    with torch.device("meta"):
-        model = make_model("--arch", "smoe_transformer_base", *flags, vocabulary=vocabulary)
-    return sum(part.weights() - part.tables for part in seen[0]), parameters(model)
-
-
 def make_batch(vocabulary=96):
     generator = torch.Generator().manual_seed(5)
     src = torch.randint(4, vocabulary, (3, 7), generator=generator)

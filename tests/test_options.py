@@ -67,6 +67,13 @@ FLAGS = """
     --encoder-embed-dim 0
     --decoder-layers -1
     --max-source-positions 0
+    --max-source-positions 1000000000000
+    --max-target-positions 1000000000000000000000000
+    --moe-expert-ffn-dim 1000000000000000000
+    --smoe-strata 2000000
+    --encoder-embed-dim 100000 --encoder-layers 20
+    --smoe-chain 1001 --smoe-strata 8
+    --smoe-chain 1000 --smoe-strata 8 --encoder-layers 99
     --attention-dropout nan
     --activation-dropout 1.0
     --encoder-layerdrop -0.1

@@ -4,7 +4,6 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import torch
 from fairseq.criterions import CRITERION_REGISTRY
 from fairseq.data import Dictionary, TruncatedDictionary
 from fairseq.models import ARCH_CONFIG_REGISTRY, ARCH_MODEL_INV_REGISTRY, ARCH_MODEL_REGISTRY
@@ -14,6 +13,7 @@ from torch import nn
 
 from smoe_fairseq.errors import UsageError
 from smoe_fairseq.flags import add_flag, refusing_flags
+from smoe_fairseq.models.memory import shapes_only
 from smoe_fairseq.models.options import (
     DecoderOptions,
     SMoETransformerConfig,
@@ -86,7 +86,7 @@ def build_meta_model(args: Namespace, vocabulary: int, outputs: int | None = Non
         Task.source_dictionary.add_symbol(str(i))
     if outputs is not None:
         Task.target_dictionary = TruncatedDictionary(Task.source_dictionary, outputs)
-    with torch.device("meta"):
+    with shapes_only():
         return ARCH_MODEL_REGISTRY[args.arch].build_model(_complete(args), Task)
 
 

@@ -11,7 +11,6 @@ from tabulate import tabulate
 from smoe_fairseq.models.memory import (
     Forecast,
     Run,
-    choices,
     forecast,
     gpu_room,
     tokens_that_fit,
@@ -48,13 +47,8 @@ def process_costs(run: Run) -> dict[str, ProcessCost]:
     """
     return {
         name: process_cost(run.with_flags(expert_parallel=name == "sharded"))
-        for name in (("replicated", "sharded") if _strata(run) else ("replicated",))
+        for name in (("replicated", "sharded") if run.blocks else ("replicated",))
     }
-
-
-def _strata(run: Run) -> list[tuple[str, object]]:
-    """Side and strata of each MoE layer."""
-    return [(side, each) for side in run.config.SIDES for each in run.config.strata_of(side)]
 
 
 def process_cost(run: Run) -> ProcessCost:
@@ -64,13 +58,13 @@ def process_cost(run: Run) -> ProcessCost:
     reduced, sent_per_token = (shared + experts) * _ring(run.processes), 0.0
     if run.flags.expert_parallel:
         reduced = shared * _ring(run.processes)
-        for (side, strata), layer_experts in zip(_strata(run), by_layer, strict=True):
-            place = Placement(strata.num_experts, run.processes)
+        for block, layer_experts in zip(run.blocks, by_layer, strict=True):
+            place = Placement(block.strata.num_experts, run.processes)
             reduced += layer_experts * _ring(place.num_replicas)
             away = (place.group_size - 1) / place.group_size  # share of the copies that are sent
-            pairs = zip(strata.expected_visits(), strata.visible, strict=True)
-            copies = sum(visits * choices(run.config, side, visible) for visits, visible in pairs)
-            width = getattr(run.config, f"{side}_embed_dim")
+            pairs = zip(block.strata.expected_visits(), block.gates, strict=True)
+            copies = sum(v * g.experts_per_token(block.config, g.num_experts) for v, g in pairs)
+            width = block.experts.w1.shape[2]
             sent_per_token += away * 4 * copies * width  # copies and outputs, and their gradients
     parameters = 0.0
     if run.flags.zero_sharding == "os":  # updated parameters, mostly in float32

@@ -9,7 +9,6 @@ import torch
 
 from smoe_fairseq.errors import UsageError
 from smoe_fairseq.flags import flag_of
-from smoe_fairseq.models.memory import check_size
 from smoe_fairseq.models.options import (
     BLOCK_FLAGS,
     DecoderOptions,
@@ -22,7 +21,9 @@ from smoe_fairseq.modules.config import MoEConfig, gates_that_read, without_effe
 from smoe_fairseq.modules.gates import GATES
 
 # Larger models would take minutes to build, and then not fit.
-MAX_SIZES = {"layers": 2_000, "embed_dim": 1_000_000, "ffn_embed_dim": 1_000_000}
+MAX_SIZES = {"layers": 2_000, "embed_dim": 100_000, "ffn_embed_dim": 100_000}
+MAX_SIZES |= {"source_positions": 10**9, "target_positions": 10**9}
+MAX_GATES = 10_000
 
 # The block's options that are accepted for a dense model, though without effect.
 DENSE_OPTIONS = {"strata", "top_k", "top_p", "threshold_step", "bias_step", "drop_order", "norms"}
@@ -65,9 +66,13 @@ def check_config(config: DecoderOptions, task) -> None:
             raise ValueError(
                 f"--{side}-embed-dim {dim}: expected a multiple of --{side}-attention-heads {heads}"
             )
+        if (gates := sum(map(len, config.strata_of(side)))) > MAX_GATES:
+            flag = flag_of("smoe_chain" if config.smoe_chain > 1 else config.strata_option_of(side))
+            raise ValueError(
+                f"{flag}: {gates:,} gates in {layers} layers; expected at most {MAX_GATES:,}"
+            )
     sides = [side for side in config.SIDES if config.moe_freq_of(side)]
     _check_effect(config, has_experts=bool(sides))
-    check_size(config, task)
     if sides:
         _check_gate(config, sides)
         for side in sides:

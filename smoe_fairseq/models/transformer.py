@@ -4,6 +4,7 @@ import heapq
 import re
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from fairseq.data import Dictionary
@@ -27,6 +28,7 @@ from smoe_fairseq.models.checks import (
 )
 from smoe_fairseq.models.hub import Translator
 from smoe_fairseq.models.layers import TransformerDecoderLayer, TransformerEncoderLayer
+from smoe_fairseq.models.memory import check_size
 from smoe_fairseq.models.options import DecoderOptions, MoEOptions, SMoETransformerConfig
 from smoe_fairseq.modules import RoutingStats
 from smoe_fairseq.modules.experts import Experts
@@ -130,6 +132,7 @@ class SparseModel:
             config = cls.config_class.of(cfg)
             check_config(config, task)
             cls.check(config, task)
+            check_size(config, partial(cls.of_config, config, task))
         except ValueError as error:
             raise UsageError(str(error)) from None
         model = cls.of_config(config, task)

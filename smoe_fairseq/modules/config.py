@@ -46,7 +46,7 @@ class Bounds(NamedTuple):
     hold: Callable[[float], bool]
 
 
-NUMBER = Bounds("expected a whole number of at least 0", lambda value: value >= 0)
+NUMBER = Bounds("expected a whole number from 0 to a million", lambda value: 0 <= value <= 10**6)
 FACTOR = Bounds("expected 0 (no limit) or a positive number", lambda value: 0 <= value < math.inf)
 PROBABILITY = Bounds("expected a probability from 0 to below 1", lambda value: 0 <= value < 1)
 SHARE = Bounds("expected a number above 0, up to 1", lambda value: 0 < value <= 1)

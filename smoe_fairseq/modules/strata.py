@@ -49,8 +49,8 @@ class Strata:
                 f"{{strata}} {text} with {{stacked}}: a gate has no experts to choose from; expected "
                 "positive numbers"
             )
-        if chain < 1:
-            raise OptionError(f"{{chain}} {chain}: expected a whole number of at least 1")
+        if not 1 <= chain <= MAX_STRATA:
+            raise OptionError(f"{{chain}} {chain}: expected 1 to {MAX_STRATA:,}")
         if chain > 1 and stacked:
             raise OptionError(f"{{chain}} {chain} with {{stacked}}: expected one of the two")
         if chain > 1 and len(sizes) > 1:

@@ -16,7 +16,6 @@ from smoe_fairseq.analysis.cost import (
     add_model_arguments,
     add_run_arguments,
     build_meta_model,
-    config_of,
     count,
     is_language_model,
     parse_model,
@@ -162,8 +161,8 @@ def run_cost(args: Namespace) -> None:
                 capacity = requested_capacity(model, task, args.gen_subset)
                 measured = count(model, args.context, capacity)
         else:
-            uniform = count(build_meta_model(args, args.vocab_size), args.context)
             run = _planned_run(args)
+            uniform = count(run.model, args.context)
             if args.world_size is not None:
                 try:
                     processes = process_costs(run)
@@ -199,7 +198,7 @@ def _planned_run(args: Namespace) -> Run:
         if number is not None and number < 1:
             raise UsageError(f"{flag_of(name)} {number}: expected a whole number of at least 1")
     ranks = args.world_size or 1
-    return Run(config_of(args), args, args.vocab_size, ranks, args.sentence_length)
+    return Run(build_meta_model(args, args.vocab_size), args, ranks, args.sentence_length)
 
 
 def _plain(cost: Cost) -> dict:

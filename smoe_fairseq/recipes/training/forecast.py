@@ -40,7 +40,7 @@ def forecast(dataset: Dataset, launch: Launch, words: Sequence[str]) -> tuple[li
 def _forecast(dataset: Dataset, launch: Launch, words: list[str]) -> tuple[list[str], list[str]]:
     import fairseq  # noqa: F401  (registers the plugin's model)
 
-    from smoe_fairseq.analysis.cost import build_meta_model, config_of, count, parse_run
+    from smoe_fairseq.analysis.cost import build_meta_model, count, parse_run
     from smoe_fairseq.analysis.processes import mebibytes, process_cost
     from smoe_fairseq.models import memory
 
@@ -53,8 +53,8 @@ def _forecast(dataset: Dataset, launch: Launch, words: list[str]) -> tuple[list[
         flags.max_tokens = int(sentences) * length
     length = min(length, flags.max_tokens)
     vocabulary = vocab_size(dataset) + 1 + len(dataset.languages)  # <pad> and language tokens
-    run = memory.Run(config_of(flags), flags, vocabulary, ranks, length)
-    cost = count(build_meta_model(flags, run.vocabulary))
+    run = memory.Run(build_meta_model(flags, vocabulary), flags, ranks, length)
+    cost = count(run.model)
     needs = process_cost(run)
     held, total = needs.held, _memory(flags.cpu)
     each = "it takes" if ranks == 1 else f"each of {ranks} ranks takes"
