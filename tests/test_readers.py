@@ -504,6 +504,18 @@ def test_subwords_are_not_learnt_from_what_is_no_text(tmp_path, content, named):
     assert not (tmp_path / "o").exists()
 
 
+@pytest.mark.parametrize("blank", ["", " "])
+def test_subwords_are_learnt_from_lines_of_any_length(tmp_path, blank):
+    """sentencepiece leaves out lines above 4192 bytes, such as 1400 letters of Thai."""
+    draw = random.Random(1)
+    words = ["".join(draw.choices("กขคงจฉชซญดตถทธน", k=4)) + "ำ" for _ in range(30)]
+    texts = (blank.join(draw.choices(words, k=500)) + "\n" for _ in range(40))
+    (tmp_path / "text").write_text("short\n" + "".join(texts))
+    learn_from([tmp_path / "text"], tmp_path, vocab_size=80, model_type="bpe")
+    model = sentencepiece.SentencePieceProcessor(model_file=f"{tmp_path}/spm.model")
+    assert model.get_piece_size() == 80
+
+
 def test_subwords_of_compressed_text(tmp_path):
     (tmp_path / "a.txt.gz").write_bytes(gzip.compress(b"some text\n" * 9))
     words = [str(tmp_path / "a.txt.gz"), "--output"]

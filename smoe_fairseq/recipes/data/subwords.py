@@ -6,11 +6,12 @@ import re
 import shlex
 import tempfile
 from argparse import ArgumentParser, Namespace
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
+import regex
 import sentencepiece
 
 from smoe_fairseq.errors import UsageError
@@ -31,6 +32,7 @@ from smoe_fairseq.recipes.processes import warn
 from smoe_fairseq.recipes.program_flags import arguments
 from smoe_fairseq.subwords import read_subwords
 
+_LONGEST = 4192  # bytes of a line; sentencepiece leaves out longer ones
 _SPECIAL_PIECES = 3  # <unk>, <s> and </s>, which fairseq adds to every dictionary
 # Measured bytes of memory per byte of training text (docs/reproduce.md).
 _BYTES_PER_BYTE = {"unigram": 21, "bpe": 6}
@@ -141,7 +143,8 @@ def learn_from(
                         "in hexadecimal, a tab and those in their place, such as 41 30A<tab>C5"
                     )
             rules = {"normalization_rule_tsv": normalization}
-        lines = (line for file in files for line in readers.lines(file))
+        whole = (line for file in files for line in readers.lines(file))
+        lines = (part for line in whole for part in _divided(line))
         if (first := next(filter(str.strip, lines), None)) is None:
             raise UsageError(f"{raw} has no text to learn from")
         try:
@@ -173,6 +176,20 @@ def learn_from(
     if len(pieces) < (size := options.get("vocab_size", 0)):
         warn(f"{len(pieces):,} pieces in place of {size:,}: the text has no more")
     print(f"{output / 'spm.model'}: {len(pieces):,} pieces from {len(files)} files", flush=True)
+
+
+def _divided(line: str) -> Iterator[str]:
+    """The line in parts that sentencepiece does not leave out, divided at blanks or else between letters."""
+    part, size = "", 0
+    for letter in [line] if len(line) * 4 <= _LONGEST else regex.findall(r"\X", line):
+        size += len(letter.encode())
+        if size > _LONGEST:
+            cut = part.rfind(" ") + 1 or len(part)
+            yield part[:cut]
+            part = part[cut:]
+            size = len((part + letter).encode())
+        part += letter
+    yield part
 
 
 def _check_memory(raw: Path, files: list[Path], options: dict) -> None:
