@@ -67,23 +67,27 @@ def whole_files(
     called: str | None = None,
     parents: bool = False,
     replace: bool = True,
+    follow: bool = True,
 ) -> Iterator[list[str]]:
     """Yield temporary files to write to; at the end they are renamed to ``paths``.
 
-    Each temporary file is new and has a random name in the folder of its path, so no existing link is
-    followed. Temporary files that killed processes left for the same paths are removed.
+    Each temporary file is new and has a random name in the folder of its path. Temporary files that killed
+    processes left for the same paths are removed.
 
     Args:
         called: the name for ``paths`` in an error message, such as ``--output out``; by default the
             first path.
         parents: whether to make missing folders.
         replace: whether existing files are replaced.
+        follow: whether what a symbolic link points to is replaced, and not the link.
 
     Raises:
         UsageError: a file cannot be written (a full disk, for example), or exists although ``replace`` is
             false. Files that existed before are unchanged, and the temporary ones are removed.
     """
     paths = [os.fspath(path) for path in paths]
+    called = called or paths[0]
+    paths = [_target(path) for path in paths] if follow else paths
     partials, replacing, published = [], [], []
     try:
         _remove_abandoned(paths, "tmp")
@@ -107,7 +111,7 @@ def whole_files(
     except (OSError, RuntimeError) as error:
         for path in published if not replace else ():
             _remove(path)
-        raise _write_error(error, called or paths[0], [*partials, *paths]) from None
+        raise _write_error(error, called, [*partials, *paths]) from None
     finally:
         for partial, _ in replacing:
             with suppress(OSError):
@@ -118,12 +122,15 @@ def _rename_to_new(partial: str, path: str) -> None:
     """Rename a file; raises OSError if ``path`` exists."""
     try:
         os.link(partial, path)
-    except FileExistsError:
-        raise
-    except OSError as error:  # a file system without hard links
+    except OSError as error:  # perhaps of a file system without hard links
         if os.path.lexists(path):
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path) from error
         os.rename(partial, path)
+
+
+def _target(path: str) -> str:
+    """What a symbolic link points to, unless that is a pipe or a device."""
+    return os.path.realpath(path) if os.path.islink(path) and not _is_special(path) else path
 
 
 def _temporary(path: str, ending: str) -> str:
@@ -185,10 +192,10 @@ def _is_running(process: int) -> bool:
 
 @contextmanager
 def whole_file(
-    path: Path | str, called: str | None = None, parents: bool = False, replace: bool = True
+    path: Path | str, called: str | None = None, parents: bool = False, **options: bool
 ) -> Iterator[str]:
     """`whole_files` for one path."""
-    with whole_files([path], called, parents, replace) as (partial,):
+    with whole_files([path], called, parents, **options) as (partial,):
         yield partial
 
 
@@ -253,8 +260,7 @@ def whole_folder(folder: Path, replace: bool = False, called: str | None = None)
     called = called or str(folder)
     if not replace:
         refuse_existing(folder, called)
-    if folder.is_symlink():  # replace the link's target, not the link
-        folder = Path(os.path.realpath(folder))
+    folder = Path(_target(str(folder)))
     _remove_abandoned([str(folder)], "partial")
     partial = Path(_temporary(str(folder), "partial"))
     try:

@@ -3,6 +3,7 @@
 import errno
 import os
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -241,6 +242,30 @@ def test_what_is_no_file_is_written_to(tmp_path):
     write_whole(pipe, "text")
     assert os.read(reader, 10) == b"text" and pipe.is_fifo()
     os.close(reader)
+
+
+@pytest.mark.parametrize("follow", [True, False])
+def test_a_link_to_a_file_stays_one_unless_it_is_a_checkpoint(tmp_path, follow):
+    (tmp_path / "file").write_text("old")
+    (tmp_path / "link").symlink_to("file")
+    (tmp_path / "next").symlink_to("new")
+    for name in ("link", "next"):
+        with whole_file(tmp_path / name, follow=follow) as partial:
+            Path(partial).write_text(name)
+        assert (tmp_path / name).is_symlink() == follow and (tmp_path / name).read_text() == name
+    assert (tmp_path / "file").read_text() == ("link" if follow else "old")
+
+
+def test_standard_output_that_is_a_file_gets_the_content_and_stays_a_link(tmp_path):
+    (tmp_path / "stdout").symlink_to("/dev/stdout")
+    code = (
+        "import sys; from smoe_fairseq.files import write_whole; write_whole(sys.argv[1], 'text')"
+    )
+    with open(tmp_path / "file", "w") as file:
+        subprocess.run([sys.executable, "-c", code, tmp_path / "stdout"], stdout=file, check=True)
+    assert (tmp_path / "file").read_text() == "text" and (tmp_path / "stdout").is_symlink()
+    piped = subprocess.run([sys.executable, "-c", code, tmp_path / "stdout"], capture_output=True)
+    assert piped.stdout == b"text", piped.stderr
 
 
 def test_a_link_to_a_folder_stays_one(tmp_path):

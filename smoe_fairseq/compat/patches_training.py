@@ -262,7 +262,8 @@ def save_without_number(original, cfg, trainer, epoch_itr, val_loss):
 # For fairseq 0.12.2 on any Python. It writes and renames a temporary file for the first file of a save, but
 # copies that over ``checkpoint_last.pt`` and ``checkpoint_best.pt``: a run that is killed meanwhile cannot
 # resume. A full disk ends in torch's stack trace, after two more attempts in the same partial file. Here
-# every file is written under a temporary name, synced and renamed, and errors are one sentence.
+# every file is written under a temporary name, synced and renamed (a link too, which may point to another
+# checkpoint), and errors are one sentence.
 
 
 @patches("fairseq.file_io:PathManager.copy")
@@ -271,7 +272,7 @@ def copy_whole(original, source, target, overwrite=False):
 
     if not PathManager.supports_rename(target):
         return original(source, target, overwrite)
-    with whole_file(target) as partial:
+    with whole_file(target, follow=False) as partial:
         shutil.copyfile(source, partial)
     return target
 
@@ -283,5 +284,5 @@ def save_whole(original, obj, filename, async_write=False):
 
     if async_write or not PathManager.supports_rename(filename):
         return original(obj, filename, async_write)
-    with whole_file(filename) as partial, open(partial, "wb") as file:
+    with whole_file(filename, follow=False) as partial, open(partial, "wb") as file:
         torch.save(obj, file)
