@@ -57,7 +57,18 @@ def test_dropout_is_retained_where_fairseq_is_told_to():
     assert not torch.equal(*outputs)
 
 
-def test_cudnn_which_plans_for_each_shape_is_left_out():
+def test_cudnn_which_plans_for_each_shape_is_left_out_here_alone(monkeypatch):
+    seen, attend = [], torch.nn.functional.scaled_dot_product_attention
+
+    def noting(*arguments, **options):
+        seen.append(torch.backends.cuda.cudnn_sdp_enabled())
+        return attend(*arguments, **options)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", noting)
+    x = torch.randn(T, B, D)
+    for enabled in (True, False):
+        torch.backends.cuda.enable_cudnn_sdp(enabled)
+        Attention(D, 2, self_attention=True)(x, x, x, need_weights=False)
+        assert torch.backends.cuda.cudnn_sdp_enabled() == enabled
+    assert seen == [False, False]
     torch.backends.cuda.enable_cudnn_sdp(True)
-    Attention(D, 2, self_attention=True)
-    assert not torch.backends.cuda.cudnn_sdp_enabled()

@@ -447,6 +447,16 @@ def test_a_token_that_is_no_number_spoils_no_other_sentence(options, execution):
     assert y[:3].isfinite().all() and y[3, 5].isnan().all()
 
 
+def test_an_operation_in_place_keeps_the_hooks_of_the_output():
+    """Such as those of `fully_shard`; a view would lose them."""
+    seen, (x, mask) = [], make_input("some")
+    y, _ = make_block("2-2")(x, mask)
+    y.register_hook(seen.append)
+    y += 1
+    y.sum().backward()
+    assert len(seen) == 1
+
+
 def test_an_interrupted_pass_leaves_nothing_behind():
     x, mask = make_input("some")
     block = make_block("2-2-2-2", capacity_factor=0)

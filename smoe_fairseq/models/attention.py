@@ -18,12 +18,6 @@ class Attention(MultiheadAttention):
     fused attention, with a mask of `attention_mask`.
     """
 
-    def __init__(self, *arguments, **options):
-        super().__init__(*arguments, **options)
-        # cuDNN plans every new shape, which takes the host of an H200 7 ms, and shapes of batches rarely
-        # repeat. Set for the whole process, since a switch around each call would cost more.
-        torch.backends.cuda.enable_cudnn_sdp(False)
-
     def forward(self, query, key, value, **options):
         """``query (T, B, D)``, ``key (S, B, D)``; returns ``(T, B, D)`` and fairseq's weights or None."""
         if options.get("need_weights", True) or options.get("incremental_state") is not None:
@@ -40,8 +34,26 @@ class Attention(MultiheadAttention):
         heads = [part.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for part in parts]
         drops = self.training or self.dropout_module.apply_during_inference  # --retain-dropout
         dropout = self.dropout_module.p if drops else 0.0
-        y_BHTd = F.scaled_dot_product_attention(*heads, attn_mask=mask_BXTS, dropout_p=dropout)
+        y_BHTd = _attend(*heads, mask_BXTS, dropout)
         return self.out_proj(y_BHTd.transpose(1, 2).flatten(2)).transpose(0, 1)
+
+
+def _attend(query, key, value, mask_BXTS: Tensor | None, dropout: float) -> Tensor:
+    """Torch's fused attention, but not cuDNN's.
+
+    cuDNN plans every new shape, which takes the host of an H200 7 ms, and shapes of batches rarely repeat.
+    """
+    switch = torch.backends.cuda
+    planned = not torch.compiler.is_compiling() and switch.cudnn_sdp_enabled()
+    if planned:
+        switch.enable_cudnn_sdp(False)
+    try:
+        return F.scaled_dot_product_attention(
+            query, key, value, attn_mask=mask_BXTS, dropout_p=dropout
+        )
+    finally:
+        if planned:
+            switch.enable_cudnn_sdp(True)
 
 
 def _project(x: Tensor, *maps: nn.Module) -> list[Tensor]:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from smoe_fairseq.modules import torch_features
 from smoe_fairseq.modules.activation import Activation, Hidden, activation
 from smoe_fairseq.modules.grouped import Grouped, can_group, one_kernel
 from smoe_fairseq.modules.parallel import Placement
@@ -157,16 +158,20 @@ def best_execution(device: torch.device, weight: Tensor) -> str:
     if device.type == "cpu":
         return "per-expert"
     grouped = can_group(weight) and one_kernel(device, weight.dtype)
-    _log_execution(str(device), str(weight.dtype).removeprefix("torch."), grouped)
+    reason = "torch has a single kernel only for bfloat16 on GPUs of compute capability 9 and 10"
+    if torch_features.grouped_mm is None:
+        reason = "torch has grouped products from 2.10 on"
+    elif not can_group(weight):
+        reason = (
+            f"rows of {weight.shape[2]} or {weight.shape[1]} numbers are no multiple of 16 bytes"
+        )
+    _log_execution(str(device), str(weight.dtype).removeprefix("torch."), "" if grouped else reason)
     return "grouped" if grouped else "per-expert"
 
 
 @functools.cache
-def _log_execution(device: str, dtype: str, grouped: bool) -> None:
+def _log_execution(device: str, dtype: str, reason: str) -> None:
     how = "products of all experts in one kernel"
-    if not grouped:
-        how = (
-            "a product per expert, whose sizes are read once per stratum; torch has a single kernel only for "
-            "bfloat16 on GPUs of compute capability 9 and 10"
-        )
+    if reason:
+        how = f"a product per expert, whose sizes are read once per stratum; {reason}"
     logger.info("experts on %s in %s: %s", device, dtype, how)

@@ -9,6 +9,7 @@ Shapes: T tokens, D embedding, F feed-forward, K choices per token, N = T K rows
 import functools
 import importlib.util
 import logging
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import ClassVar
 
@@ -18,8 +19,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from smoe_fairseq.modules import torch_features
-from smoe_fairseq.modules.grouped import can_group, one_kernel
+from smoe_fairseq.modules.grouped import can_group, one_kernel, shape_of_product
 from smoe_fairseq.modules.routing import exact
+from smoe_fairseq.modules.rows import like
 from smoe_fairseq.modules.statistics import RoutingStats
 from smoe_fairseq.modules.torch_features import autocast_dtype
 
@@ -30,6 +32,7 @@ MAX_EXPERTS, MAX_CHOICES, MAX_WIDTH = 128, 8, 2048
 TOKENS = 16  # per program
 PARTS = 16  # partial sums over an expert's rows
 BLOCK_D = 256  # columns that a program processes at a time
+SHRINKS = (1, 2, 4, 8)  # of tiles, tried in this order
 PROGRAMS = 1024  # of a kernel over rows, whose number is not known on the host
 TILES = {"activate": (16, 256), "spread": 128, "sums": (64, 64), "norm": (2, 1024, 512)}
 
@@ -44,19 +47,62 @@ def kernels():
     return kernels
 
 
-@functools.cache
-def triton_works(device: torch.device) -> bool:
-    """Whether Triton can compile and launch a kernel on this device. Logged once."""
-    counts = torch.zeros(2, 4, dtype=torch.int32, device=device)
-    sums = torch.zeros(2, 4, device=device)
-    try:
-        with torch.cuda.device_of(counts):
-            kernels().scan[(2,)](counts[0], sums[0], counts[1], sums[1], 1, 0, 1, 1, 512)
-    except Exception as error:  # of a compiler, a driver or Triton itself
-        logger.warning("experts on %s: no fused kernels, since Triton fails: %s", device, error)
-        return False
-    logger.info("experts on %s: fused kernels", device)
-    return True
+_shrinks: dict = {}
+
+
+def shrinkage(block, x: Tensor) -> int | None:
+    """The number that divides the tiles so that all kernels of the block fit the device; None: none does.
+
+    They are compiled, once for blocks of the same shapes and types.
+    """
+    w1, gate = block.experts.w1, block.gates[0]
+    types = x.dtype, autocast_dtype(x.device), w1.dtype, gate.weight.dtype
+    key = x.device, *types, w1.shape, block.strata, gate.top_k, block.training
+    if key not in _shrinks:
+        _shrinks[key], reason = None, ""
+        for shrink in SHRINKS:
+            try:
+                with torch.cuda.device_of(x):  # for which Triton compiles
+                    rehearse(block, x, _compile, shrink)
+                _shrinks[key] = shrink
+                break
+            except Exception as error:  # of a compiler, a driver or Triton itself
+                reason = str(error)
+                if type(error).__name__ != "OutOfResources":
+                    break
+        what = f"{len(w1)} experts of {w1.shape[2]} and {w1.shape[1]} on {x.device}"
+        if _shrinks[key] is None:
+            logger.warning("%s: no fused kernels, since Triton fails: %s", what, reason)
+        else:
+            logger.info("%s: fused kernels", what)
+    return _shrinks[key]
+
+
+def _compile(kernel, grid: tuple, arguments: tuple, constants: tuple, **options) -> None:
+    # Loads the kernel, too, which raises OutOfResources.
+    kernel.warmup(*arguments, *constants, grid=grid, **options)._init_handles()
+
+
+def rehearse(block, x: Tensor, launch: Callable, shrink: int = 1) -> None:
+    """Calls ``launch`` as a training pass over a token of ``x`` would launch kernels, without computing."""
+    dtype = autocast_dtype(x.device) or block.experts.w1.dtype
+
+    def empty(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        dtype = dtype or tensor.dtype
+        grad = dtype.is_floating_point
+        return torch.empty_like(tensor, device="meta", dtype=dtype, requires_grad=grad)
+
+    x_TD = x.detach().reshape(-1, x.shape[-1])[:1]
+    with torch.random.fork_rng([x.device] if x.is_cuda else []):
+        run = _settings(block, x_TD, None, shrink)
+    run.launcher, run.product, run.keeps = lambda *_: launch, shape_of_product, True
+    run.stratum_of_expert, run.seed = empty(run.stratum_of_expert), empty(run.seed)
+    norms = [empty(p) for norm in block.layer_norms for p in (norm.weight, norm.bias)]
+    gates, experts = [empty(gate.weight) for gate in block.gates], block.experts
+    weights = [empty(w, dtype) for w in (experts.w1, experts.b1, experts.w2, experts.b2)]
+    with torch.enable_grad():
+        outputs = _Block.apply(run, empty(x_TD), *norms, *gates, *weights)
+        torch.autograd.backward(outputs, [torch.empty_like(output) for output in outputs])
 
 
 def applies(block, x: Tensor) -> bool:
@@ -91,14 +137,14 @@ def applies(block, x: Tensor) -> bool:
         and config.balance_over == "batch"
         and all(gate.supports("fused") and gate.top_k <= MAX_CHOICES for gate in gates)
         and all(norm.weight.dtype == gates[0].weight.dtype for norm in norms)
-        and (kernels().is_interpreted() or (x.is_cuda and triton_works(x.device)))
+        and (kernels().is_interpreted() or (x.is_cuda and shrinkage(block, x) is not None))
     )
 
 
 def forward(block, x: Tensor, padding_mask: Tensor | None, with_stats: bool = True):
     """The block's output for ``x (..., D)``, and its statistics or None."""
     x_TD = x.reshape(-1, x.shape[-1]).contiguous()
-    run = _settings(block, x_TD, padding_mask)
+    run = _settings(block, x_TD, padding_mask, 1 if not x.is_cuda else shrinkage(block, x) or 1)
     norms = block.layer_norms
     parameters = [p for norm in norms for p in (norm.weight, norm.bias)]
     parameters += [gate.weight for gate in block.gates]
@@ -106,7 +152,7 @@ def forward(block, x: Tensor, padding_mask: Tensor | None, with_stats: bool = Tr
         y_TD, balance_loss, z_loss = _Block.apply(run, x_TD, *parameters, *block.experts.weights())
     if norms.dropout_per == "layer":
         y_TD = norms.finish(x_TD, y_TD, None, None)
-    y = y_TD.view_as(x)
+    y = like(y_TD, x)
     if not with_stats:
         return y, None
     strata, shape = len(run.strata), x.shape[:-1]
@@ -130,7 +176,7 @@ def _layout(strata) -> tuple[tuple[int, int, int], ...]:
     return tuple(zip(strata.first_experts, strata.visible, strata.own, strict=True))
 
 
-def _settings(block, x_TD: Tensor, padding_mask: Tensor | None) -> SimpleNamespace:
+def _settings(block, x_TD: Tensor, padding_mask: Tensor | None, shrink: int) -> SimpleNamespace:
     """Arguments of the kernels; names in capitals are those of their constants."""
     gate, norms, experts = block.gates[0], block.layer_norms, block.experts
     training = block.training
@@ -139,7 +185,11 @@ def _settings(block, x_TD: Tensor, padding_mask: Tensor | None) -> SimpleNamespa
     inner_dropout = experts.activation_dropout if training else 0.0
     noisy = policy != "all" or dropout or inner_dropout
     rounds = autocast_dtype(x_TD.device) is None
+    block_e = max(_next_power(len(block.stratum_of_expert)), 16)
+    gate_d = BLOCK_D if block_e == 16 else 2048 // block_e
     return SimpleNamespace(
+        launcher=Launcher,
+        product=torch_features.grouped_mm,
         strata=_layout(block.strata),
         padding=None if padding_mask is None else padding_mask.reshape(-1),
         stratum_of_expert=block.stratum_of_expert,
@@ -158,7 +208,10 @@ def _settings(block, x_TD: Tensor, padding_mask: Tensor | None) -> SimpleNamespa
         DROPOUT=dropout,
         INNER_DROPOUT=inner_dropout,
         BLOCK_D=min(_next_power(x_TD.shape[1]), BLOCK_D),
-        BLOCK_E=max(_next_power(len(block.stratum_of_expert)), 16),
+        BLOCK_E=block_e,
+        # Of products with the gates' weights, whose tiles grow with the number of experts.
+        GATE_D=max(min(_next_power(x_TD.shape[1]), gate_d) // shrink, 16),
+        SUMS_C=max(min(TILES["sums"][0], 2048 // block_e) // shrink, 16),
         BLOCK_K=_next_power(gate.top_k),
     )
 
@@ -214,7 +267,7 @@ class _Block(torch.autograd.Function):
     @staticmethod
     def forward(ctx, run, x_TD: Tensor, *parameters: Tensor):
         ctx.set_materialize_grads(False)
-        k, product, (tokens, width) = kernels(), torch_features.grouped_mm, x_TD.shape
+        k, product, (tokens, width) = kernels(), run.product, x_TD.shape
         strata, columns, top_k, device = len(run.strata), run.COLUMNS, run.K, x_TD.device
         norms, gates = parameters[: 2 * strata], parameters[2 * strata : 3 * strata]
         w1, b1, w2, b2 = parameters[3 * strata :]
@@ -232,7 +285,7 @@ class _Block(torch.autograd.Function):
             torch.int64, device, tokens, copies, sum(_counts(run))
         )
         balance_loss, z_loss = weights.new_empty(()), weights.new_empty(())
-        launch, kept = Launcher(x_TD, *parameters), []
+        launch, kept = run.launcher(x_TD, *parameters), []
         for i, (first, experts, _) in enumerate(run.strata):
             norm, gate, is_first, ends_E = norms[2 * i : 2 * i + 2], gates[i], i == 0, ends[i]
             source = x_TD if is_first else stack
@@ -242,7 +295,7 @@ class _Block(torch.autograd.Function):
                  positions, moments, logits, choices, weights, counts, sums, tokens, i, experts),
                 (run.EPS, width, top_k, columns, strata, is_first, run.padding is not None, run.ROUND,
                  run.EXACT, run.POLICY, run.NORMALIZE == "before-drop",
-                 run.BLOCK_D, run.BLOCK_E, run.BLOCK_K, TOKENS),
+                 run.GATE_D, run.BLOCK_E, run.BLOCK_K, TOKENS),
             )  # fmt: skip
             launch(
                 k.scan, (experts + 1,), (counts, sums, totals, means, blocks, i), (top_k, columns, 512)
@@ -280,7 +333,7 @@ class _Block(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_y, grad_balance, grad_z):
-        k, product, run = kernels(), torch_features.grouped_mm, ctx.run
+        k, product, run = kernels(), ctx.run.product, ctx.run
         strata, columns, top_k = len(run.strata), run.COLUMNS, run.K
         x_TD, stack, *saved = ctx.saved_tensors
         parameters, saved = saved[: 3 * strata + 4], saved[3 * strata + 4 :]
@@ -290,7 +343,7 @@ class _Block(torch.autograd.Function):
         (tokens, width), inner, blocks = x_TD.shape, w1.shape[1], -(-len(x_TD) // TOKENS)
         grad_y = torch.zeros_like(x_TD) if grad_y is None else grad_y.contiguous()
         grad_x = torch.empty_like(x_TD)
-        block_c, block_n = TILES["sums"]
+        block_c, block_n = run.SUMS_C, TILES["sums"][1]
         block_t, programs, per_warp = TILES["norm"]
         programs = min(-(-tokens // block_t), programs)
         splits = min(PARTS, -(-tokens // 256))
@@ -304,7 +357,7 @@ class _Block(torch.autograd.Function):
             splits * size,
             tokens * columns,
         )
-        launch, later = Launcher(x_TD, grad_y, *parameters), None
+        launch, later = run.launcher(x_TD, grad_y, *parameters), None
         for i in reversed(range(strata)):
             first, experts, own = run.strata[i]
             before = sum(each for _, each, _ in run.strata[:i])

@@ -226,10 +226,11 @@ def _traced(x: Tensor, w: Tensor, ends_E: Tensor) -> Tensor:
 
 
 @_traced.register_fake
-def _(x, w, ends_E):
+def shape_of_product(x: Tensor, w: Tensor, offs: Tensor) -> Tensor:
+    """A tensor of the product's shape, without values."""
     if w.dim() == 3:
         return x.new_empty(x.shape[0], w.shape[2])
-    return x.new_empty(ends_E.shape[0], x.shape[0], w.shape[1])  # the gradient of weights
+    return x.new_empty(offs.shape[0], x.shape[0], w.shape[1])  # the gradient of weights
 
 
 def _save(ctx, inputs, output):

@@ -30,7 +30,7 @@ from smoe_fairseq.modules.gates import GATES
 from smoe_fairseq.modules.gates.linear import Gate
 from smoe_fairseq.modules.parallel import Placement, compute_over_ranks
 from smoe_fairseq.modules.routing import Routing
-from smoe_fairseq.modules.rows import Copies, IndexedTokens, MaskedTokens
+from smoe_fairseq.modules.rows import Copies, IndexedTokens, MaskedTokens, like
 from smoe_fairseq.modules.statistics import RoutingStats, StatsBuilder
 from smoe_fairseq.modules.strata import OptionError
 
@@ -229,9 +229,9 @@ class StratifiedMoE(nn.Module):
 
         y_TD = self.layer_norms.finish(x_TD, y_TD, tokens, padding_T)
         if not with_stats:
-            return y_TD.view_as(x), None
+            return like(y_TD, x), None
         cmr = outputs[-1] if self.cmr is not None else None  # CMR has a single stratum
-        return y_TD.view_as(x), self.stats_builder.stats(visits, x.shape[:-1], cmr)
+        return like(y_TD, x), self.stats_builder.stats(visits, x.shape[:-1], cmr)
 
     def _compute_branches(self, h_TD: Tensor, routing: Routing) -> list:
         """The outputs of the branches; they may be computed while the experts' outputs travel."""

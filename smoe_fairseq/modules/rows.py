@@ -78,6 +78,11 @@ def sum_rows(y_ND: Tensor, row_TK: Tensor) -> Tensor:
     return F.embedding_bag(row_TK, y_ND, mode="sum")
 
 
+def like(y_TD: Tensor, x: Tensor) -> Tensor:
+    """``y`` in the shape of ``x``, for autograd no view: in-place operations keep the hooks of a result."""
+    return torch.ops.aten._unsafe_view(y_TD, x.shape)
+
+
 def select(x_T: Tensor, index_N: Tensor) -> Tensor:
     """``x[index]``; zeros if ``x`` is empty, for the padding row of a batch without tokens."""
     number = index_N.shape[0]
