@@ -30,7 +30,9 @@ def options() -> dict[str, list[Field]]:
     place = {f.name: number for number, f in enumerate(model)}
     model.sort(key=lambda f: place[re.sub("^(en|de)coder_", "", f.name)])  # sides behind both
     criterion = [
-        f for f in fields(CriterionConfig) if re.match("s?moe_|cmr_|validate_|subword_", f.name)
+        f
+        for f in fields(CriterionConfig)
+        if re.match("s?moe_|cmr_|validate_|subword_|save_", f.name)
     ]
     return {"model": model, "criterion": criterion}
 

@@ -166,6 +166,10 @@ class SMoELabelSmoothedCrossEntropyCriterionConfig(LabelSmoothedCrossEntropyCrit
         "valid_bleu in the log and --best-checkpoint-metric; 0: none",
     )
     validate_beam: int = option(1, "beam size of these translations; 1 is the fastest")
+    save_interval_minutes: float = option(
+        0.0,
+        "save checkpoint_last.pt at least every so many minutes; 0: only as fairseq's flags say",
+    )
     subword_sampling: float = option(
         0.0,
         "split training text into other subwords in each epoch, by the data's spm.model: for BPE the "
@@ -179,6 +183,7 @@ _WEIGHTS = ("moe_gate_loss_wt", "moe_z_loss_wt", "moe_entropy_loss_wt", "cmr_gat
 _BOUNDS = {name: (0, math.inf) for name in (*_WEIGHTS, "smoe_capacity_budget_wt")}
 _BOUNDS |= {"cmr_gate_loss_p": (0, 1), "subword_sampling": (0, 1)}
 _BOUNDS |= {"validate_sentences": (0, math.inf), "validate_beam": (1, math.inf)}
+_BOUNDS |= {"save_interval_minutes": (0, math.inf)}
 
 
 @register_criterion(

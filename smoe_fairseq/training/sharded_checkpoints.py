@@ -32,6 +32,8 @@ def save_sets(original, cfg, trainer, epoch_itr, val_loss):
         os.makedirs(cfg.save_dir, exist_ok=True)  # it may be a local folder on each machine
         with _sets(trainer):
             original(cfg, trainer, epoch_itr, val_loss)
+    if timer := getattr(trainer, "save_timer", None):
+        timer.saved = time.monotonic()
     _check_folder(cfg.save_dir, trainer)
 
 

@@ -25,7 +25,7 @@ from smoe_fairseq.host_memory import keep_freed_memory
 from smoe_fairseq.models import transformer
 from smoe_fairseq.models.memory import same_batch
 from smoe_fairseq.modules.experts import cast_once
-from smoe_fairseq.training import launch, program, screen, sharded_checkpoints, translations
+from smoe_fairseq.training import launch, program, saving, screen, sharded_checkpoints, translations
 from smoe_fairseq.training.gradients import ExpertNorm
 from smoe_fairseq.training.subword_sampling import sample_subwords
 
@@ -75,6 +75,7 @@ class SMoETrainer(Trainer):
         in_update: whether an update is running.
         lacks_memory: whether this rank ran out of memory in the running update.
         skipped: consecutive updates for which all ranks ran out of memory.
+        save_timer: when to save between validations.
         known_logs: the last logging output, from which a rank without one makes zeros.
 
     Raises:
@@ -105,6 +106,9 @@ class SMoETrainer(Trainer):
         translations.check(self.get_criterion(), self.get_model())
         program.change("get_valid_stats", translations.score_by_translations)
         program.change("validate", program.save_if_validation_fails)
+        minutes = getattr(self.get_criterion(), "save_interval_minutes", 0)
+        self.save_timer = saving.SaveTimer(minutes)
+        program.change("validate_and_save", saving.save_in_time)
         if alpha := getattr(self.get_criterion(), "subword_sampling", 0):
             most = resolve_max_positions(
                 task.max_positions(), self.get_model().max_positions(), cfg.dataset.max_tokens
@@ -273,6 +277,7 @@ class SMoETrainer(Trainer):
         if begin_update := getattr(self.get_criterion(), "begin_update", None):
             begin_update()
         self.in_update, self.lacks_memory = True, False
+        self.save_timer.listen()
         try:
             # fully_sharded gathers the weights anew for each batch.
             casting = cast_once() if len(samples) > 1 and not self.is_fsdp else nullcontext()

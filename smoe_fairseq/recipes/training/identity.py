@@ -38,7 +38,8 @@ _FREE = {
     *("--log-interval", "--log-format", "--log-file", "--no-progress-bar", "--tensorboard-logdir"),
     *("--wandb-project", "--azureml-logging", "--aim-repo", "--aim-run-hash", "--profile"),
     # what is saved and where, and what is restored
-    *("--save-dir", "--save-interval", "--save-interval-updates", "--no-save", "--restore-file"),
+    *("--save-dir", "--save-interval", "--save-interval-updates", "--restore-file"),
+    *("--save-interval-minutes", "--no-save"),
     *("--no-epoch-checkpoints", "--no-last-checkpoints", "--no-save-optimizer-state"),
     *("--best-checkpoint-metric", "--maximize-best-checkpoint-metric"),
     *("--write-checkpoints-asynchronously", "--suppress-crashes"),

@@ -29,6 +29,7 @@ from smoe_fairseq.recipes.training.reshard import reshard_lines
 from smoe_fairseq.training import screen
 
 LOG = "train.log"
+CRITERION = "smoe_label_smoothed_cross_entropy"
 STARTED_LINE = b"Start iterating over samples"  # of fairseq, before the first update
 # Processes that prepare batches for a GPU. One (fairseq's default) is slower with 16,384 tokens than an
 # H200 that trains a base model on them.
@@ -114,6 +115,8 @@ def plan(
     folder = Path(folder or Folders(dataset.name).runs / run_name(dataset, method))
     recipe = dataset.train | validation_flags(dataset) | method_flags(method, dataset)
     recipe |= {"seed": seed_of(dataset)}
+    if flag_values(flags).get("--criterion", recipe.get("criterion")) != CRITERION:
+        recipe.pop("save-interval-minutes", None)  # a flag of ours
     launch = plan_launch([*arguments(recipe), *flags])
     recipe, extra, notes = _adapt_flags(dataset, recipe, launch, flags, folder)
     words = [*data_arguments(dataset), *arguments(recipe)]

@@ -1,0 +1,91 @@
+"""Saves between validations: by minutes, and when a signal ends training, after which it resumes exactly."""
+
+import os
+import signal
+
+import pytest
+import torch
+from programs import wait_until
+from sampling import soak
+from test_expert_parallel import flags
+from test_several_processes import LAST, assert_same_bits, content
+
+FOREVER = (
+    "--max-update",
+    1_000_000,
+    "--max-epoch",
+    0,
+    "--log-interval",
+    1,
+    "--save-interval",
+    10**6,
+)
+MODES = {"one": (1, ()), "replicated": (2, ()), "sharded": (2, ("--expert-parallel",))}
+
+
+def begin(ranks, corpus, folder, mode, *more):
+    """A run that would go on for ever; returns it once it has made some updates."""
+    number, own = MODES[mode]
+    words = [*flags(corpus, folder, *own), "--no-epoch-checkpoints", *FOREVER, *more]
+    run = ranks.start(folder.with_name("logs"), number, *words, one=number == 1)
+    wait_until(lambda: run.output(0).count("num_updates") > 3 or 1 in run.statuses())
+    return run, own
+
+
+def updates(folder) -> int:
+    name = LAST if (folder / LAST).exists() else "checkpoint_last-rank-0.pt"
+    return torch.load(folder / name, weights_only=True)["optimizer_history"][-1]["num_updates"]
+
+
+@pytest.mark.parametrize(
+    "mode, number",
+    [
+        ("one", signal.SIGINT),
+        soak("one", signal.SIGHUP),
+        ("sharded", signal.SIGTERM),
+        soak("replicated", signal.SIGTERM),
+    ],
+)
+def test_a_signal_to_one_rank_saves_on_all_and_the_run_resumes_exactly(
+    ranks, small_corpus, tmp_path, mode, number
+):
+    run, own = begin(ranks, small_corpus, tmp_path / "parts", mode)
+    os.kill(run.pids[-1], number)
+    assert set(run.wait()) == {128 + number}, run.output()
+    assert "Traceback" not in run.output()
+    until = ("--max-update", updates(tmp_path / "parts") + 2)
+    for folder in ("parts", "whole"):
+        words = flags(small_corpus, tmp_path / folder, *own, "--no-epoch-checkpoints", *FOREVER)
+        ranks.train(tmp_path / "logs", MODES[mode][0], *words, *until, one=mode == "one")
+    if mode != "sharded":
+        assert_same_bits(content(tmp_path / "parts"), content(tmp_path / "whole"))
+    else:
+        for rank in (0, 1):
+            file = f"checkpoint_last-rank-{rank}.pt"
+            one, other = (
+                torch.load(tmp_path / f / file, weights_only=True) for f in ("parts", "whole")
+            )
+            assert_same_bits(one, other)
+
+
+def test_a_second_signal_ends_at_once(ranks, small_corpus, tmp_path):
+    """While the first one waits for the end of an update, which here never comes."""
+    run, _ = begin(ranks, small_corpus, tmp_path / "run", "replicated")
+    os.kill(run.pids[1], signal.SIGSTOP)
+    for _ in range(2):
+        os.kill(run.pids[0], signal.SIGTERM)
+        wait_until(lambda: "SIGTERM" in run.output(0))
+    wait_until(lambda: run.statuses()[0] is not None)
+    assert run.statuses()[0] in (-signal.SIGTERM, 128 + signal.SIGTERM)
+    run.kill()
+    assert not (tmp_path / "run" / LAST).exists()
+
+
+@pytest.mark.parametrize("mode", ["one", "sharded"])
+def test_a_run_that_is_killed_has_saved_some_minutes_ago(ranks, small_corpus, tmp_path, mode):
+    run, _ = begin(ranks, small_corpus, tmp_path / "run", mode, "--save-interval-minutes", 0.001)
+    name = LAST if mode == "one" else "checkpoint_last-rank-0.pt"
+    wait_until(lambda: (tmp_path / "run" / name).exists() or 1 in run.statuses())
+    run.kill()
+    assert updates(tmp_path / "run") > 0
+    assert not list((tmp_path / "run").glob("checkpoint_[0-9]*"))  # nothing accumulates
