@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 from sampling import soak
-from test_recipes import commands, recipe, tiny_place, value, write_dataset
+from test_recipes import commands, recipe, tiny_place, write_dataset
 
 from smoe_fairseq.checkpoints.io import open_checkpoint
 from smoe_fairseq.compat.checkpoint_names import rank_file
@@ -142,33 +142,6 @@ def test_experts_that_a_data_set_shards_stay_so(tmp_path):
         rank_file(folder / LAST, rank).touch()
     shown = recipe(tmp_path, "train", "own", "moe", DRY_RUN="1", GPUS="2", **given)
     assert shown.returncode == 0 and "reshard" not in shown.stdout
-
-
-def test_a_run_of_an_earlier_version_keeps_its_batch(monkeypatch):
-    """Each of its two ranks had the whole batch."""
-    monkeypatch.delenv("BATCH", raising=False)
-    dataset, flags = load_dataset("multi30k"), {"max-tokens": 4096}
-    assert plan_batch(dataset, flags, 2, earlier=8192).flags()["max-tokens"] == 4096
-    assert plan_batch(dataset, flags, 1, earlier=8192).flags()["update-freq"] == 2
-    assert plan_batch(dataset, flags, 2, earlier=5000).flags()["max-tokens"] == 2048
-
-
-@pytest.mark.parametrize("ranks, tokens, frequency", [(1, "4096", "2"), (2, "4096", "1")])
-def test_its_command_resumes_it(tmp_path, ranks, tokens, frequency):
-    """Which had two ranks, and computed in fp32 on GPUs."""
-    folder = tmp_path / "runs/multi30k/dense"
-    folder.mkdir(parents=True)
-    (folder / "checkpoint_last.pt").touch()
-    flags = {"--max-tokens x --update-freq x processes =": "8192"}
-    content = {"method": "dense", "dictionary": "", "flags": flags}
-    (folder / "identity.json").write_text(json.dumps(content))
-    given = {"DRY_RUN": "1", "GPUS": str(ranks), "PRECISION": "", "BATCH": ""}
-    (words,) = commands(
-        recipe(tmp_path, "train", "multi30k", "dense", **given),
-        "torchrun" if ranks > 1 else "fairseq-train",
-    )
-    assert (value(words, "--max-tokens"), value(words, "--update-freq")) == (tokens, frequency)
-    assert not {"--bf16", "--fp16"} & set(words)
 
 
 def test_numbers_by_epoch_stay_as_they_are(monkeypatch):

@@ -17,7 +17,7 @@ from smoe_fairseq.recipes.datasets import Dataset, both_orders
 from smoe_fairseq.recipes.processes import command, whole_number
 
 # Files in a data set's folder.
-SIZES = "sizes.json"  # {pair: training sentence pairs}; {language: ...} in earlier versions
+SIZES = "sizes.json"  # {pair: training sentence pairs}
 LEFT_OUT = "left_out.json"  # {pair: {read, kept, and a count for each fault}} of training text
 LARGEST_SEED = 2**31 - 1
 # Checkpoints of epochs and of updates, perhaps of a rank's experts.

@@ -75,7 +75,7 @@ def _training_sizes(dataset: Dataset) -> dict[str, int] | None:
     for pair in dataset.pairs:
         first, second = pair.split("-")
         language = first if second == dataset.hub else second
-        size = sizes.get(pair, sizes.get(second))  # the latter in files of earlier versions
+        size = sizes.get(pair)
         if size is None:
             raise UsageError(f"{path} has no size for {pair}: prepare the data again")
         by_language[language] += size

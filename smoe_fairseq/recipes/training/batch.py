@@ -63,7 +63,6 @@ def plan_batch(
     ranks: int,
     extra: Sequence[str] = (),
     least: int = 1,
-    earlier: int | None = None,
 ) -> Batch | None:
     """Divide the batch over the ranks.
 
@@ -75,7 +74,6 @@ def plan_batch(
         flags: of the recipe.
         extra: the user's flags.
         least: minimum tokens of a forward pass.
-        earlier: the batch of a run that an earlier version started, where each rank had the whole batch.
 
     Returns:
         None if no batch is set, or ``--update-freq`` is a list, with a number for each epoch.
@@ -101,12 +99,9 @@ def plan_batch(
     if unit is None:
         return None
     size, frequency = int(sizes[unit]), typed["update-freq"] or int(flags.get("update-freq", 1))
-    if typed["update-freq"] or ranks == 1 and not earlier:
+    if typed["update-freq"] or ranks == 1:
         return Batch(unit, ranks * size * frequency, ranks, size, frequency)
-    requested = size * frequency
-    if earlier and earlier % requested == 0:
-        requested = earlier
-    batch = _divide(unit, requested, size, ranks, least if unit == "max-tokens" else 1)
+    batch = _divide(unit, size * frequency, size, ranks, least if unit == "max-tokens" else 1)
     if unit == "max-tokens" and (sentences := sizes["batch-size"]):
         return replace(batch, sentences=max(1, round(int(sentences) * batch.size / size)))
     return batch

@@ -22,7 +22,7 @@ FILE = "identity.json"  # in the run's folder
 TIMEOUT_SECONDS = 60  # until other machines see the first one's file, which NFS may delay
 _joined: set[Path] = set()  # folders of runs that another machine started
 # Keys in the file.
-_RANKS = "ranks"  # for information; earlier versions did not write it
+_RANKS = "ranks"  # for information
 _TRAINED = "trained"  # the values of `_LIMITS` when training has ended
 _BEFORE = "before"  # the identity before --force-resume changed it
 _SAVED = "saved"  # in `_BEFORE`: the time of the last checkpoint
@@ -252,14 +252,6 @@ def _write(file: Path, content: dict) -> None:
 def flags_of(run: Path) -> dict[str, str]:
     """The flags of a run with their values; empty if its folder has no identity."""
     return _read(run / FILE)["flags"] if (run / FILE).exists() else {}
-
-
-def batch_of_earlier_version(run: Path) -> int | None:
-    """The batch of a run that an earlier version started, else None."""
-    if not is_saved(run) or not (run / FILE).exists() or _RANKS in (was := _read(run / FILE)):
-        return None
-    sizes = (value for name, value in was["flags"].items() if name.endswith("="))
-    return next((int(size) for size in sizes if size.isdecimal()), None)
 
 
 def _last_save(folder: Path) -> str:

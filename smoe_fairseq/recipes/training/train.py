@@ -166,10 +166,9 @@ def _adapt_flags(
     resumed = identity.flags_of(folder) if identity.is_saved(folder) else {}
     longest = longest_sentence(Folders(dataset.name).binary)
     longest = longest or flags.get("max-source-positions") or 1
-    earlier = identity.batch_of_earlier_version(folder)
     least = min(longest, most_positions(flags, extra))
-    batch = plan_batch(dataset, flags, launch.processes, extra, least, earlier)
-    if batch and (batch.name or batch.ranks > 1 or batch.requested == earlier):
+    batch = plan_batch(dataset, flags, launch.processes, extra, least)
+    if batch and (batch.name or batch.ranks > 1):
         sizes = batch.flags()
         flags, extra = flags | sizes, extra if batch.name else without_sizes(extra, sizes)
         notes.append(f"# {batch}")
