@@ -12,13 +12,14 @@ import langcodes
 import regex
 from langcodes import Language
 
-# Scripts without spaces between words, by ISO 15924 codes, and a letter of one of them.
+# Scripts without spaces between words, by ISO 15924 codes; and words, or letters of such a script. Tibetan
+# divides syllables by marks (U+0F0B and others), which are about words.
 UNSPACED = frozenset(
     "Hani Hans Hant Jpan Hira Kana Thai Laoo Khmr Mymr Tibt Tavt Tale Talu Lana Bali Java Yiii".split()
 )
-_SCRIPTS = sorted(UNSPACED - {"Hans", "Hant", "Jpan"})
+_SCRIPTS = sorted(UNSPACED - {"Hans", "Hant", "Jpan", "Tibt"})
 _UNSPACED = "".join(rf"\p{{Script={script}}}" for script in _SCRIPTS)
-_WORDS = regex.compile(rf"[{_UNSPACED}]\p{{M}}*|[^\s{_UNSPACED}]+")
+_WORDS = regex.compile(rf"[{_UNSPACED}]\p{{M}}*|[^\s\u0f0b-\u0f14{_UNSPACED}]+")
 _PERHAPS = re.compile("[\u0e00-\u1bff\u2e80-\uabff\uf900-\ufaff\U00016000-\U0003ffff]")  # is faster
 
 
@@ -53,7 +54,7 @@ def is_unspaced(name: str) -> bool:
 
 
 def words_in(text: str) -> int:
-    """The number of words; of letters in scripts without spaces between words."""
+    """The number of words; of letters in scripts without spaces between words, of syllables in Tibetan."""
     if text.isascii() or not _PERHAPS.search(text):
         return len(text.split())
     return len(_WORDS.findall(text))
@@ -71,7 +72,10 @@ def assign(wanted: tuple[str, ...], names: tuple[str, ...]) -> tuple[str | None,
     for language in wanted:
         free = [name for name in names if name not in found.values() and _is_same(language, name)]
         if language not in found and free:
-            found[language] = min(free, key=lambda name: _distance(language, name))
+            tags = {name: language_of(name) for name in (language, *free)}
+            found[language] = min(
+                free, key=lambda n: langcodes.tag_distance(tags[language], tags[n])
+            )
     return tuple(map(found.get, wanted))
 
 
@@ -89,7 +93,3 @@ def _is_same(one: str, other: str) -> bool:
     scripts = {x.maximize().script for x in (first, second) if x.script or x.territory}
     countries = {x.territory for x in (first, second) if x.territory}
     return len(scripts) < 2 and len(countries) < 2
-
-
-def _distance(one: str, other: str) -> int:
-    return langcodes.tag_distance(language_of(one), language_of(other))

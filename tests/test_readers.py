@@ -153,7 +153,7 @@ def test_what_cannot_be_read_is_named(tmp_path, dataset, name, content, line):
         ("train.tsv", "EN\tzh_cn\nb\ta\n"),
         ("train.eng-zho.tsv", "b\ta\n"),
         ("train.zh-en.tsv", "en-US\tzho_Hans\nb\ta\n"),
-        ("train.zh-en.tsv", "English\tChinese\nb\ta\n"),
+        ("train.zh-en.tsv", '"English"\t"Chinese"\nb\ta\n'),
         ("train.tsv", "en\tours\nb\ta\n"),
         ("train.zh-en.tsv", "Deutsch\ten-US\nb\ta\n"),
         ("train.zh-en.tsv", "fr\tit\nb\ta\n"),
@@ -205,9 +205,15 @@ def test_a_name_that_is_no_file_is_named(tmp_path, dataset, kind):
 
 
 def test_text_under_other_names_than_the_data_sets_is_told(tmp_path, dataset, capsys):
+    own = dataset(raw={"files": "x/{split}.{language}"})
     (tmp_path / "en-ha.tsv").write_text("a\tb\n" * 400)
-    gather(dataset(raw={"files": "x/{split}.{language}"}), tmp_path, tmp_path / "raw")
+    gather(own, tmp_path, tmp_path / "raw")
     assert "raw.files" in (told := capsys.readouterr().err) and "en-ha.tsv" in told
+    (tmp_path / "en-ha.tsv").unlink()
+    for name in (f"{s}.{x}.gz" for s in ("train", "valid", "test") for x in ("en", "ha")):
+        (tmp_path / name).write_bytes(gzip.compress(name.encode()))
+    gather(own, tmp_path, tmp_path / "raw")
+    assert "raw.files" not in capsys.readouterr().err
 
 
 def test_a_file_of_both_languages_has_a_known_ending(tmp_path, dataset):

@@ -131,7 +131,8 @@ def _section(dataset: Dataset, source: Path, split: str, pair: str) -> Section |
     section = find(dataset, source, split, pair)
     if isinstance(section, Section):
         used = {file.name for file in section.files.values() if file}
-        named = {Path(name).name for names in all_publisher_names(dataset) for name in names}
+        stems = {Path(name).name for names in all_publisher_names(dataset) for name in names}
+        named = {stem + ending for stem in stems for ending in COMPRESSED}
         if (split, pair) == ("train", dataset.pairs[0]) and "files" in dataset.raw and used - named:
             warn(f"{source} has no file of `raw.files`; {' and '.join(sorted(used))} is used")
         return section

@@ -231,12 +231,12 @@ def _tab_separated(path: Path, languages: Languages) -> Iterator[Pair]:
         cells = line.split("\t")
         if places is None:
             columns = len(cells)
-            places = _places(languages, tuple(cell.strip() for cell in cells))
-            if places:
+            names = tuple(cell.strip(' "') for cell in cells)  # as spreadsheets write them
+            if places := _places(languages, names):
                 continue
             orders = (tuple(part.split("-")) for part in path.name.split("."))
             named = next(filter(None, (_places(languages, order) for order in orders)), None)
-            if are_languages(cells) or columns != 2 or named is None:
+            if are_languages(names) or columns != 2 or named is None:
                 expected = f"names of columns, with {languages} among them"
                 name = f"two columns and a name such as train.{'-'.join(languages.own)}.tsv"
                 raise UsageError(f"{path}, line 1: expected {expected}, or {name}")
@@ -308,10 +308,12 @@ def _translation_memory(path: Path, languages: Languages) -> Iterator[Pair]:
 
 
 class _WithoutControls:
-    """A file of XML without the control characters that XML forbids, and references to them."""
+    """A file of XML without the control characters that XML forbids, and without references to them."""
 
-    CONTROLS = bytes({*range(32)} - {9, 10, 13})
-    REFERENCE = re.compile(rb"&#(?:x([0-9a-f]{1,8})|([0-9]{1,8}));", re.I)
+    FORBIDDEN = re.compile(
+        rb"[\0-\x08\x0b\x0c\x0e-\x1f]|&#(?:x0*(?:[0-8bcef]|1[0-9a-f])|0*(?:[0-8]|1[124-9]|2\d|3[01]));",
+        re.I,
+    )
 
     def __init__(self, content: IO[bytes]):
         self.content, self.wide = content, None
@@ -321,14 +323,8 @@ class _WithoutControls:
         while b"&" in data[-12:] and (more := self.content.read(12)):  # a whole reference
             data += more
         if self.wide is None:
-            self.wide = data[:2] in (b"\xff\xfe", b"\xfe\xff", b"<\0", b"\0<")  # UTF-16
-        if self.wide:
-            return data
-        return self.REFERENCE.sub(self._kept, data.translate(None, self.CONTROLS))
-
-    def _kept(self, reference: re.Match) -> bytes:
-        code = int(reference[1], 16) if reference[1] else int(reference[2])
-        return b"" if code < 32 and code in self.CONTROLS else reference[0]
+            self.wide = b"\0" in data[:4]  # UTF-16
+        return data if self.wide else self.FORBIDDEN.sub(b"", data)
 
 
 def _text(element) -> str:
