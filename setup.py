@@ -126,6 +126,7 @@ setup(
         "huggingface": ["safetensors>=0.4.3", "transformers>=5,<6"],  # 160 MB
         "kernels": ["triton>=3.6; sys_platform == 'linux'"],  # part of torch for CUDA; 200 MB
         "serve": ["starlette>=0.40,<2", "uvicorn>=0.30,<1"],
+        "subword-nmt": ["subword-nmt>=0.3.8,<0.4"],  # models of fairseq with @@
         "dev": [
             "hypothesis>=6",
             "mkdocs-material>=9.5,<10",

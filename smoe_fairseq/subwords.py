@@ -1,12 +1,17 @@
-"""The sentencepiece model beside the dictionaries: how it is found, read and checked."""
+"""The model of subwords beside the dictionaries, of sentencepiece or subword-nmt: found, read, checked."""
 
+import io
 import re
+from collections import Counter
+from contextlib import redirect_stderr
 from pathlib import Path
 
 from smoe_fairseq.errors import UsageError
-from smoe_fairseq.files import read_plain
+from smoe_fairseq.files import read_plain, read_text
+from smoe_fairseq.forms import read_json
 
 NAMES = ("spm.model", "sentencepiece.bpe.model")  # of our recipes and of fairseq
+CODES = ("bpecodes", "code")  # of subword-nmt, named as by fairseq
 BEGINS_WORD = "\u2581"  # sentencepiece's mark for the beginning of a word
 
 
@@ -21,11 +26,34 @@ def read_subwords(path: Path | str):
         raise UsageError(f"{path} is not a model of sentencepiece") from None
 
 
+class SubwordNMT:
+    """Divides text into subwords by the codes of subword-nmt, as fairseq's class does, and joins them.
+
+    Raises:
+        UsageError: the file is damaged, or the package is not installed.
+    """
+
+    def __init__(self, codes: Path):
+        try:
+            from subword_nmt.apply_bpe import BPE
+        except ImportError:
+            raise UsageError(f"{codes} needs: pip install subword-nmt") from None
+        try:
+            with redirect_stderr(io.StringIO()) as said:
+                self.bpe = BPE(io.StringIO(read_text(codes)))
+        except SystemExit:
+            raise UsageError(f"{codes}: {' '.join(said.getvalue().split())}") from None
+        self.encode = self.bpe.process_line
+
+    def decode(self, pieces: str) -> str:
+        return f"{pieces} ".replace("@@ ", "").rstrip()
+
+
 def subwords_of(data: str) -> Path | None:
-    """The sentencepiece model in the folder of the dictionaries; None if it has none."""
+    """The model or codes of subwords in the folder of the dictionaries; None if it has none."""
     folder = Path(data)
     folders = [folder, folder.parent] if re.fullmatch(r"shard\d+", folder.name) else [folder]
-    places = (place / name for place in folders for name in NAMES)
+    places = (place / name for place in folders for name in NAMES + CODES)
     return next((place for place in places if place.is_file()), None)
 
 
@@ -34,27 +62,42 @@ def has_pieces(dictionary) -> bool:
     return any(symbol.startswith(BEGINS_WORD) for symbol in dictionary.symbols)
 
 
+def has_nmt_pieces(dictionary) -> bool:
+    """Whether the dictionary contains subword-nmt's pieces: ``@@`` ends all but the last of a word."""
+    pieces = (symbol for symbol in dictionary.symbols if symbol.endswith("@@") and symbol != "@@")
+    return any(pieces) and not has_pieces(dictionary)
+
+
 def checked_subwords(data: str, dictionary, needed: bool = True) -> Path | None:
     """`subwords_of`, checked against the dictionary; None for text without subwords.
 
     Some words are no pieces of the model: languages, and characters that it does not cover.
 
     Args:
-        needed: whether the model is required if the dictionary contains pieces.
+        needed: whether the model or codes are required if the dictionary contains pieces.
 
     Raises:
         UsageError: the model is missing or invalid, or a third of the words are no pieces of it.
     """
-    subwords = subwords_of(data)
-    if subwords is None:
-        if needed and has_pieces(dictionary):
+    subwords, of_nmt = subwords_of(data), has_nmt_pieces(dictionary)
+    if subwords is None or not of_nmt and subwords.name in CODES:
+        if needed and (of_nmt or has_pieces(dictionary)):
+            name, what = (
+                (CODES, "codes of subword-nmt") if of_nmt else (NAMES, "sentencepiece model")
+            )
             raise UsageError(
-                f"{data} has no {NAMES[0]}: expected the sentencepiece model of the dictionaries in their "
-                "folder"
+                f"{data} has no {name[0]}: expected the {what} of the dictionaries in their folder"
             )
         return None
     words = [word for word in dictionary.symbols[dictionary.nspecial :] if word[:2] != "__"]
-    check_pieces(subwords, [word for word in words if not word.startswith("madeupword")])
+    words = [word for word in words if not word.startswith("madeupword")]
+    if subwords.name not in CODES:
+        check_pieces(subwords, words)
+        return subwords
+    encode = SubwordNMT(subwords).encode
+    ends = [word for word in words if not word.endswith("@@")][:1000]
+    unknown = [word for word in ends if any(p not in dictionary for p in encode(word).split())]
+    _refuse_unknown(subwords, unknown, ends)
     return subwords
 
 
@@ -63,8 +106,37 @@ def check_pieces(subwords: Path, words: list[str]) -> None:
     model = read_subwords(subwords)
     numbers = model.piece_to_id(words)
     unknown = [w for w, number in zip(words, numbers, strict=True) if number == model.unk_id()]
+    _refuse_unknown(subwords, unknown, words)
+
+
+def _refuse_unknown(subwords: Path, unknown: list[str], words: list[str]) -> None:
     if 3 * len(unknown) > len(words):
         raise UsageError(
             f"{subwords} does not fit the dictionaries: {len(unknown):,} of {len(words):,} words are no "
             f"pieces of it, such as {unknown[0][:40]!r}"
         )
+
+
+_SYMBOL, _FIRST = re.compile(r"[^\r\n]+"), ["<s>", "<pad>", "</s>", "<unk>"]
+
+
+def read_vocabulary(file: Path | str, rows: int | None = None) -> list[str]:
+    """The entries of a dictionary from JSON; the first four are not part of fairseq's files.
+
+    Args:
+        rows: of the embeddings; None: unknown.
+
+    Raises:
+        UsageError: an entry is invalid or there twice, or the number of entries is not that of the rows.
+    """
+    symbols = read_json(file, [_SYMBOL])
+    if symbols[:4] != _FIRST:
+        raise UsageError(f"{file} begins with {symbols[:4]}; expected {_FIRST}")
+    if twice := next((symbol for symbol, n in Counter(symbols).items() if n > 1), None):
+        raise UsageError(f"{file} has {twice!r} twice")
+    if rows is not None and len(symbols) != rows:
+        raise UsageError(
+            f"{file} has {len(symbols)} entries, and the embeddings {rows}; expected as many: tokens that "
+            "were added to the tokenizer cannot be imported"
+        )
+    return symbols

@@ -492,6 +492,8 @@ def test_languages(three_languages, tmp_path):
             assert said == translation.hypotheses[0].tokens
     with pytest.raises(UsageError, match="dd: .*.* aa, bb, cc"):
         tokenizer.tgt_lang = "dd"
+    with pytest.raises(UsageError, match="tgt_lang='cc'"):
+        tokenizer("aa1", tgt_lang="cc")
     tokenizer.tgt_lang = None
     with pytest.raises(UsageError, match="tokenizer.tgt_lang is not set; expected one of aa"):
         tokenizer("aa1")

@@ -1,5 +1,6 @@
 """``smoe import`` of what ``smoe export --to huggingface`` wrote: the same model again."""
 
+import io
 import json
 import os
 import shutil
@@ -10,15 +11,18 @@ import pytest
 import torch
 from commands import load
 from sampling import some
+from sentencepiece import SentencePieceTrainer
 from test_expert_parallel_checkpoints import call, refusal
 from test_golden import SYSTEMS_WITH_CHECKPOINT, TRANSLATED, read_json
 
+from smoe_fairseq.errors import UsageError
 from smoe_fairseq.models.transformer import SMoETransformerModel
 from smoe_fairseq.translate.translator import BatchTranslator
 
 pytest.importorskip("transformers", reason="the package transformers is not installed")
 
 from test_huggingface import export, trained  # noqa: E402, F401
+from transformers import AutoTokenizer  # noqa: E402
 
 SYSTEMS = some(SYSTEMS_WITH_CHECKPOINT, "dense", "strata-4-4", "hash", "released")
 
@@ -83,6 +87,14 @@ def test_languages_and_settings_are_taken_back(three_languages, tmp_path):
         assert others == [expected, expected]
 
 
+def other_subwords() -> bytes:
+    """A sentencepiece model of other letters."""
+    written = io.BytesIO()
+    lines = iter(["zyx wvu tsr qpo"] * 20)
+    SentencePieceTrainer.train(sentence_iterator=lines, model_writer=written, vocab_size=17)
+    return written.getvalue()
+
+
 SETTINGS = "tokenizer_config.json"
 # A changed file, the value that it has instead, and what the sentence names.
 WRONG = [
@@ -110,6 +122,7 @@ WRONG = [
     ("vocab.json", {}, "entries"),
     ("vocab.json", {4: "\u2581piece"}, "spm.model"),
     ("spm.model", b"no model", "sentencepiece"),
+    ("spm.model", other_subwords(), "spm.model"),
     ("model.safetensors", None, "missing"),
     ("vocab.json", None, "missing"),
     ("config.json", None, "missing"),
@@ -151,6 +164,9 @@ def test_what_cannot_be_imported_is_one_sentence(folder, tmp_path, name, change,
     sentence = refusal("import", copy, "--output", tmp_path / "new/ours.pt")
     assert named in sentence and (f"{copy}" in sentence or not named)
     assert not (tmp_path / "new").exists()
+    if name in ("vocab.json", "spm.model") and change not in (None, os.mkfifo):
+        with pytest.raises(UsageError, match=name):
+            AutoTokenizer.from_pretrained(copy)
 
 
 def test_a_block_has_the_defaults_of_what_it_leaves_out(folder, tmp_path):

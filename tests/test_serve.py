@@ -125,6 +125,25 @@ def test_a_blank_line_of_many_is_blank(server):
     assert lines[2]["translation"] == server.translate("en", "fr", "1 2")[0]["translation"]
 
 
+def test_sentences_of_a_text(server):
+    sentences = ["1 2 is .", "is .", "3"]
+    alone = server.translate("en", "fr", *sentences, routing=True)
+    form, blank = "{}  {}\n\n{} ", " \n"
+    both = server.translate(
+        "en", "fr", form.format(*sentences), blank, sentences=True, routing=True
+    )
+    assert both[0]["translation"] == form.format(*(each["translation"] for each in alone))
+    found = both[0]["sentences"]
+    assert [each["tokens"] for each in found] == [each["tokens"] for each in alone]
+    for each, other in zip(found, alone, strict=True):
+        assert each["routing"]["encoder"]["tokens"] == other["routing"]["encoder"]["tokens"]
+    assert both[1] == {"text": blank, "translation": blank, "sentences": []}
+    asked = {"source": "en", "target": "fr", "sentences": True}
+    for text, named in (("is. " * 65, "sentences: 65"), (blank, "empty")):
+        status, content = server.post(text=text, **asked)
+        assert status == 422 and named in content["error"]
+
+
 def test_two_hundred_at_once(server, translator):
     """None lost, none mixed up, and far fewer batches than texts."""
     asked = [("en", "fr", text) for text in TEXTS] + [("fr", "en", text) for text in TEXTS]

@@ -13,15 +13,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from commands import generation, hypotheses, refused, run, train
+from commands import generation, hypotheses, preprocess, refused, run, train
 from programs import HANGS
 from test_compat import run_without
 from test_training import PLUGIN
+from test_training import train as train_smoe
 
 from smoe_fairseq.errors import UsageError
 from smoe_fairseq.models import SMoETransformerModel
 from smoe_fairseq.translate.readout import Hypothesis, Translation, joined
-from smoe_fairseq.translate.translator import divide
+from smoe_fairseq.translate.sentences import divide, split_sentences
 
 SEARCH = {"beam": 2, "max_len_b": 10}  # as the recipe's evaluation was told
 
@@ -224,16 +225,67 @@ def test_a_long_text_is_divided_at_the_ends_of_sentences(sentences, between):
 
 
 @pytest.mark.parametrize(
-    "texts, expected",
+    "divided",  # | is where one ends, or a blank, which stays one
     [
-        (("今天很好。", "我们去，", "散步。"), "今天很好。我们去，散步。"),
-        (("Ein Hund.", "Zwei"), "Ein Hund. Zwei"),
-        (("", "a"), " a"),
+        "He said “Go.”| |He left (at 3.30 p.m. on May 3.)| |Why?!| |No. 5 and Dr. No of the U.S. Army came.",
+        'The "end."| |Is it?| |no!| |“Stop!” he said, etc. and so on.| |It was 42.| |It is 43...| |So what',
+        "Am 3. Mai kam er, z. B. um 2 Uhr.| |»Ja.«| |« Non ! »| |„Geh.“| |Er ging.",
+        "all is lower case.| |and stays so.|\n\n---\n  |a new line|\r\n|another",
+        "他说：“走。”|然后（真的！）|他走了｡|好？！",
+        "ลูกชายไปตลาดเมื่อวานนี้| |ชาวนาสี่คนอยากวาดหมู 3 ตัว สีดำ๚ะ๛| |จบ",
+        "ក្មេងប្រុសទៅផ្សារ។| |កសិករបួននាក់៕| |ល",
+        "ကောင်လေး၊ ဈေးသွားတယ်။|လယ်သမား။",
+        "བུ་ཁྲོམ་ལ་འགྲོ། །|ཞིང་པ་བཞི།| |༄༅། །ཁ",
+        "लड़का बाजार जाता है।| |चार किसान॥",
+        "ልጁ ወደ ገበያ ሄደ።| |አራት ገበሬዎች፧|ነው",
+        "ذهب الولد؟| |نعم.| |لا۔| |هذا",
+        "Տղան գնում է։| |Չորս",
+        "!!!",
     ],
 )
-def test_parts_are_joined_as_their_script_joins_sentences(texts, expected):
-    parts = [Translation("", [Hypothesis(text, 0.0, [], [])], []) for text in texts]
-    assert joined("", parts, 1, 1.0).hypotheses[0].text == expected
+def test_ends_of_sentences(divided):
+    parts = [part for part in divided.split("|") if part.strip("\r\n -")]
+    assert split_sentences(divided.replace("|", ""))[0] == parts
+
+
+@pytest.mark.parametrize("text", ["क्षेत्रक्षेत्र", "རྒྱལརྒྱལ", "👨‍👩‍👧‍👦👨‍👩‍👧‍👦", "a" + "\u0301" * 70])
+def test_a_cut_is_between_letters_that_are_read_as_one(text):
+    parts = divide(text, lambda part: len(part) <= 1)
+    assert "".join(parts) == text and 1 < len(parts) <= 4
+    assert all(len(part) <= 32 and (len(text) > 70 or part[0] in "कषतरརལ👨") for part in parts)
+
+
+@pytest.mark.parametrize(
+    "texts, gaps, expected",
+    [
+        (("今天很好。", "我们去，", "散步。”", "好"), " \n ", "今天很好。我们去，\n散步。”好"),
+        (("Ein Hund.", "Zwei"), ("  ",), "Ein Hund.  Zwei"),
+        (("Ein Hund.", "Zwei"), ("",), "Ein Hund. Zwei"),
+        (("", "a"), " ", " a"),
+    ],
+)
+def test_parts_are_joined_as_their_script_joins_sentences(texts, gaps, expected):
+    parts = [Translation("", [Hypothesis(text, -1.0, ["x"], [-1.0])], []) for text in texts]
+    (found,) = joined("", parts, ["\t", *gaps, "\n"], 1, 0.5).hypotheses
+    assert found.text == f"\t{expected}\n"
+    assert found.score == pytest.approx(-(len(texts) ** 0.5))
+
+
+def test_each_sentence_of_a_text_by_itself(model):
+    direction = {"source_lang": "en", "target_lang": "fr"}
+    sentences = ["1 2 is a number .", "3 4 .", "5 ?"]
+    alone = model.translations(sentences, **direction)
+    text = "\n {}  {}\n\n{}\n"
+    texts = [text.format(*sentences), " ", sentences[0]]
+    whole, blank, one = model.translations(texts, by_sentence=True, **direction)
+    translated = [each.hypotheses[0].text for each in alone]
+    assert whole.hypotheses[0].text == text.format(*translated) and whole.parts == 3
+    assert (blank.hypotheses[0].text, one.hypotheses[0].text) == ("", translated[0])
+    # A sentence that is too long is divided, too.
+    long, _ = model.translations(
+        ["3 4 is, 5 6 is. 7", ""], by_sentence=True, divide_above=5, **direction
+    )
+    assert long.parts > 2
 
 
 def test_a_limit_goes_before_a_minimum_and_a_prefix_before_repetitions(model):
@@ -246,6 +298,43 @@ def test_a_limit_goes_before_a_minimum_and_a_prefix_before_repetitions(model):
     once = {"prefix": "1 1", "no_repeat_ngram_size": 1}
     (repeated,) = model.translations(["1 2 3"], **once, **direction)
     assert repeated.hypotheses[0].text.startswith("1 1")
+
+
+def test_subwords_of_subword_nmt(small_corpus, tmp_path, monkeypatch):
+    """Words that begin with c or d are cut; the codes merge the letters of the others."""
+    pytest.importorskip("subword_nmt")
+    raw, data, run_ = (tmp_path / name for name in ("raw", "data", "run"))
+    raw.mkdir()
+    words = [f"{a}{b}" for a in "abcd" for b in "xyz"]
+    line = " ".join(words) + "\n"
+    for split in ("train", "valid", "test"):
+        cut = re.sub(r"\b([cd])", r"\1@@ ", line)
+        (raw / f"{split}.src").write_text(cut)
+        (raw / f"{split}.tgt").write_text(cut.upper())
+    preprocess(raw, data, "--joined-dictionary")
+    train_smoe(data, run_, "--max-update", 1)
+
+    def load():
+        return SMoETransformerModel.from_pretrained(run_)
+
+    with pytest.raises(UsageError, match="bpecodes"):
+        load()
+    merges = "".join(f"{a} {b}</w>\n" for each in words[:6] for a, b in (each, each.upper()))
+    for content in ("a b c\n", "q q\n"):  # none, and of other words
+        (data / "bpecodes").write_text(f"#version: 0.2\n{content}")
+        with pytest.raises(UsageError, match="bpecodes"):
+            load()
+    (data / "bpecodes").write_text(f"#version: 0.2\n{merges}")
+    (found,) = load().translations(["ax cy"], prefix="BY DZ", max_len_b=10)
+    assert found.tokens == ["ax", "c@@", "y", "</s>"]
+    (best,) = found.hypotheses
+    assert best.tokens[:3] == ["BY", "D@@", "Z"] and best.text.startswith("BY DZ")
+    export = ("smoe", "export", run_, "--to", "huggingface", "--output", tmp_path / "model")
+    if importlib.util.find_spec("transformers"):
+        refused(run(*export, check=False), str(data))
+    monkeypatch.setitem(sys.modules, "subword_nmt.apply_bpe", None)
+    with pytest.raises(UsageError, match="pip install subword-nmt"):
+        load()
 
 
 def test_one_direction_needs_no_other_word(two_updates, small_corpus):

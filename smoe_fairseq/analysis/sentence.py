@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from smoe_fairseq.analysis import inputs
 from smoe_fairseq.analysis.record import Block, BlockFollower, Recorder, input_tokens
 from smoe_fairseq.errors import UsageError
+from smoe_fairseq.models.hub import segmenter
 from smoe_fairseq.modules.routing import Routing
-from smoe_fairseq.subwords import read_subwords, subwords_of
+from smoe_fairseq.subwords import checked_subwords
 from smoe_fairseq.translate.readout import Readout
 
 # Control characters, surrogates and line separators: terminals act on them, and SVG must not contain them.
@@ -146,11 +147,10 @@ def run_sentence(
     """The stops of a source sentence's tokens and of the model's translation of it.
 
     A language model only reads the sentence. The sentence is text if the folder of the dictionaries has a
-    sentencepiece model (`subwords_of`), else tokens separated by spaces.
+    model of subwords (`subwords_of`), else tokens separated by spaces.
     """
-    segmenter = subwords_of(str(folder))
-    if segmenter is not None:
-        sentence = " ".join(read_subwords(segmenter).encode(sentence, out_type=str))
+    if (subwords := checked_subwords(str(folder), task.source_dictionary)) is not None:
+        sentence = segmenter(subwords).encode(sentence)
     if inputs.is_multilingual(task):
         task.args.source_lang, task.args.target_lang = direction.split("-")
     tokens = task.source_dictionary.encode_line(sentence, add_if_not_exist=False).long()

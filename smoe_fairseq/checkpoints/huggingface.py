@@ -21,7 +21,7 @@ from smoe_fairseq.files import read_plain, whole_folder
 from smoe_fairseq.forms import IDENTITY, SCORES, read_json
 from smoe_fairseq.models import hub
 from smoe_fairseq.models.options import SMoETransformerConfig
-from smoe_fairseq.subwords import checked_subwords
+from smoe_fairseq.subwords import checked_subwords, has_nmt_pieces
 
 WEIGHTS = "model.safetensors"
 FILES = {  # of an export
@@ -183,6 +183,8 @@ def _tokenizer_of(path: Path, state: Mapping, task, config, folder: Path):
             files[name] = folder / file
     args = getattr(task, "args", None)
     data = str((args or task.cfg).data)
+    if has_nmt_pieces(task.source_dictionary):
+        raise UsageError(f"{data} has subwords of subword-nmt: expected sentencepiece's, or words")
     if subwords := checked_subwords(data, task.source_dictionary):
         (folder / "spm.model").write_bytes(read_plain(subwords))
         files["sp_model_file"] = folder / "spm.model"

@@ -1,7 +1,6 @@
 """``smoe import`` of ``smoe export --to huggingface``: options, and text."""
 
 import re
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
@@ -16,7 +15,7 @@ from smoe_fairseq.files import read_plain
 from smoe_fairseq.forms import Number, read_json
 from smoe_fairseq.models.options import SMoETransformerConfig
 from smoe_fairseq.modules.config import MoEConfig
-from smoe_fairseq.subwords import BEGINS_WORD, check_pieces
+from smoe_fairseq.subwords import BEGINS_WORD, check_pieces, read_vocabulary
 
 _SUBWORDS = "spm.model"
 
@@ -26,7 +25,6 @@ _SIDE_ARGUMENTS = ("embed_dim", "ffn_embed_dim", "activation_fn")
 _IRRELEVANT = {"dropout", "activation_dropout", "capacity_factor", "execution", "output_norm"}
 
 _LANGUAGE = r"[^\s,:/-][^\s,:/]*"
-_SYMBOL, _FIRST = re.compile(r"[^\r\n]+"), ["<s>", "<pad>", "</s>", "<unk>"]
 _TOKENIZER = {
     "lang_pairs": [re.compile(rf"(?!(.+)-\1$){_LANGUAGE}-{_LANGUAGE}")],  # two languages
     **{f"{side}_lang?": (None, re.compile(_LANGUAGE)) for side in ("src", "tgt")},
@@ -96,10 +94,10 @@ def text(
         raise UsageError(f"{file}: lang_pairs is {names}; expected pairs of languages with tokens")
     source = weights["encoder.embed_tokens.weight"]
     target = weights.get("decoder.embed_tokens.weight", source)
-    vocabulary = {"source": _vocabulary(folder / "vocab.json", len(source))}
+    vocabulary = {"source": read_vocabulary(folder / "vocab.json", len(source))}
     vocabulary["target"] = vocabulary["source"]
     if (folder / "target_vocab.json").exists():
-        vocabulary["target"] = _vocabulary(folder / "target_vocab.json", len(target))
+        vocabulary["target"] = read_vocabulary(folder / "target_vocab.json", len(target))
     files, by_side = {}, {side: checksum(symbols) for side, symbols in vocabulary.items()}
     by_language = {}
     for pair in pairs:
@@ -126,18 +124,3 @@ def text(
         flags += ["--encoder-langtok", settings["encoder_langtok"][:3]]
     flags += ["--decoder-langtok"] * bool(settings.get("decoder_langtok"))
     return files, flags, by_language
-
-
-def _vocabulary(file: Path, rows: int) -> list[str]:
-    """The entries of a dictionary; the first four are not part of fairseq's files."""
-    symbols = read_json(file, [_SYMBOL])
-    if symbols[:4] != _FIRST:
-        raise UsageError(f"{file} begins with {symbols[:4]}; expected {_FIRST}")
-    if len(symbols) != rows:
-        raise UsageError(
-            f"{file} has {len(symbols)} entries, and the embeddings {rows}; expected as many: tokens that "
-            "were added to the tokenizer cannot be imported"
-        )
-    if twice := next((symbol for symbol, n in Counter(symbols).items() if n > 1), None):
-        raise UsageError(f"{file} has {twice!r} twice")
-    return symbols

@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizer
 
 from smoe_fairseq.errors import UsageError
 from smoe_fairseq.forms import read_json
-from smoe_fairseq.subwords import BEGINS_WORD, read_subwords
+from smoe_fairseq.subwords import BEGINS_WORD, check_pieces, read_subwords, read_vocabulary
 
 _BYTE = re.compile("<0x[0-9A-F]{2}>")  # a piece of sentencepiece's byte fallback
 
@@ -57,17 +57,19 @@ class SMoETokenizer(PreTrainedTokenizer):
             "target_vocab_file": target_vocab_file,
             "sp_model_file": sp_model_file,
         }
-        self.source = read_json(vocab_file, [str])
-        self.target = read_json(target_vocab_file, [str]) if target_vocab_file else self.source
+        self.source = read_vocabulary(vocab_file)
+        self.target = read_vocabulary(target_vocab_file) if target_vocab_file else self.source
         self._source_ids = {token: i for i, token in enumerate(self.source)}
         self._target_ids = {token: i for i, token in enumerate(self.target)}
         self._is_target = False
+        self.language_tokens = dict(language_tokens or {})
         self._spm = None
         if sp_model_file:
+            languages = {*self.language_tokens.values()}
+            check_pieces(sp_model_file, [t for t in self.source[4:] if t not in languages])
             self._spm = read_subwords(sp_model_file)
         elif any(token.startswith(BEGINS_WORD) for token in self.source):
             raise UsageError(f"{vocab_file} has pieces of words: expected spm.model in its folder")
-        self.language_tokens = dict(language_tokens or {})
         self.encoder_langtok, self.decoder_langtok = encoder_langtok, decoder_langtok
         self.lang_pairs = list(lang_pairs or [])
         special = {"bos": "<s>", "pad": "<pad>", "eos": "</s>", "unk": "<unk>"}
@@ -84,6 +86,23 @@ class SMoETokenizer(PreTrainedTokenizer):
             **options,
         )
         self.src_lang, self.tgt_lang = src_lang, tgt_lang
+        self._check_rows()
+
+    def _check_rows(self) -> None:
+        """Raise UsageError unless the model in the same folder, if any, has a row per token."""
+        if not (config := Path(self.files["vocab_file"]).with_name("config.json")).is_file():
+            return
+        sizes = read_json(config, {f"{n}vocab_size?": (None, int) for n in ("", "source_")})
+        if not (target := sizes.get("vocab_size")):
+            return
+        added = len(self._added())  # embeddings that were resized for them may have more rows
+        rows = {"vocab.json": sizes.get("source_vocab_size") or target, "target_vocab.json": target}
+        for (name, number), symbols in zip(rows.items(), (self.source, self.target)):
+            if number != len(symbols) + added and not (added and number > len(symbols)):
+                raise UsageError(
+                    f"{config.with_name(name)} has {len(symbols)} entries, and the embeddings {number}; "
+                    "expected as many"
+                )
 
     def __setattr__(self, name: str, value) -> None:
         if name in ("src_lang", "tgt_lang"):
@@ -115,6 +134,10 @@ class SMoETokenizer(PreTrainedTokenizer):
 
     def tokenize(self, text: str, **options) -> list[str]:
         """The subwords of a text; tokens that were added to the tokenizer are not split."""
+        for name in {"src_lang", "tgt_lang"} & options.keys():
+            raise UsageError(
+                f"{name}={options[name]!r}: expected tokenizer.{name} to be set, instead"
+            )
         added = self._added()
         if not added:
             return self._tokenize(text)

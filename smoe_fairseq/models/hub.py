@@ -17,7 +17,7 @@ from fairseq.hub_utils import GeneratorHubInterface
 from fairseq.utils import split_paths
 
 from smoe_fairseq.errors import UsageError, naming_file
-from smoe_fairseq.subwords import checked_subwords
+from smoe_fairseq.subwords import CODES, SubwordNMT, checked_subwords
 
 _NAMES = ("checkpoint_best.pt", "checkpoint_last.pt")
 
@@ -96,6 +96,13 @@ def _use_one_thread_after_fork() -> None:
     os.register_at_fork(after_in_child=partial(torch.set_num_threads, 1))
 
 
+def segmenter(subwords: Path) -> SentencepieceBPE | SubwordNMT:
+    """``encode`` and ``decode`` of text by the file of `checked_subwords`."""
+    if subwords.name in CODES:
+        return SubwordNMT(subwords)
+    return SentencepieceBPE(SentencepieceConfig(sentencepiece_model=str(subwords)))
+
+
 class TrainedModel(GeneratorHubInterface):
     """fairseq's interface to a trained model, in evaluation mode: ``sample``, ``score``, ``generate``.
 
@@ -105,7 +112,7 @@ class TrainedModel(GeneratorHubInterface):
     def __init__(self, cfg, task, models, subwords: Path | None):
         super().__init__(cfg, task, models)
         if subwords is not None:
-            self.bpe = SentencepieceBPE(SentencepieceConfig(sentencepiece_model=str(subwords)))
+            self.bpe = segmenter(subwords)
         self.eval()
 
     def __copy__(self):

@@ -23,6 +23,7 @@ from smoe_fairseq.serve.engine import (
     QueueFull,
     RequestQueue,
     Search,
+    Texts,
     read,
 )
 
@@ -211,9 +212,9 @@ class WebApp:
                 return refusal(413, sentence, Connection="close")
             texts, search = read(body, self.max_texts)
             # In a thread, since splitting text into subwords would delay other requests.
-            await asyncio.to_thread(self.engine.check, texts, search)
-            futures = self.queue.submit(texts, search)
-            return await self._answer(request, search, futures)
+            await asyncio.to_thread(self.engine.check, texts.parts, search)
+            futures = self.queue.submit(texts.parts, search)
+            return await self._answer(request, texts, search, futures)
         except TimeoutError:
             sentence = f"the body did not arrive within {BODY_SECONDS} s"
             return refusal(408, sentence, Connection="close")
@@ -230,7 +231,9 @@ class WebApp:
         except QueueClosed:
             return refusal(503, "the server is stopping", **{"Retry-After": RETRY_AFTER})
 
-    async def _answer(self, request: Request, search: Search, futures: list) -> Response:
+    async def _answer(
+        self, request: Request, texts: Texts, search: Search, futures: list
+    ) -> Response:
         """Wait for all futures; they are cancelled if the client disconnects.
 
         Raises:
@@ -250,7 +253,7 @@ class WebApp:
             )
             if results.done():
                 direction = {"source": search.source, "target": search.target}
-                return JSONResponse(direction | {"translations": await results})
+                return JSONResponse(direction | {"translations": texts.answers(await results)})
             if disconnect.done():
                 return CLIENT_CLOSED
             if too_late.done():

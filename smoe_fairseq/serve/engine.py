@@ -18,6 +18,7 @@ from smoe_fairseq.errors import UsageError
 from smoe_fairseq.forms import Number, fault
 from smoe_fairseq.models.transformer import moe_blocks
 from smoe_fairseq.translate.readout import Readout, Translation
+from smoe_fairseq.translate.sentences import join_sentences, split_sentences
 from smoe_fairseq.translate.translator import BatchTranslator, Options, check_texts
 
 MAX_BEAM = 20
@@ -33,6 +34,7 @@ _FORM = {  # of a request
     "nbest?": Number(1, MAX_BEAM, whole=True),
     "lenpen?": Number(0, 10),
     "routing?": bool,
+    "sentences?": bool,
 }
 _FIELDS = [name.removesuffix("?") for name in _FORM]
 
@@ -53,8 +55,34 @@ class Search:
     routing: bool = False
 
 
-def read(body: bytes, max_texts: int = MAX_TEXTS) -> tuple[list[str], Search]:
-    """The texts of ``POST /translate``, in order, and how to translate them.
+@dataclass(frozen=True)
+class Texts:
+    """The texts of a request.
+
+    Args:
+        texts: as they were sent.
+        parts: what is translated: the texts, or all their sentences.
+        gaps: of each text of sentences, see `join_sentences`; None: the parts are the texts.
+    """
+
+    texts: list[str]
+    parts: list[str]
+    gaps: list[list[str]] | None = None
+
+    def answers(self, of_parts: list[dict]) -> list[dict]:
+        """An answer for each text, with those of its sentences."""
+        if self.gaps is None:
+            return of_parts
+        answers, remaining = [], iter(of_parts)
+        for text, gaps in zip(self.texts, self.gaps, strict=True):
+            sentences = list(itertools.islice(remaining, len(gaps) - 1))
+            whole = join_sentences([each["translation"] for each in sentences], gaps)
+            answers.append({"text": text, "translation": whole, "sentences": sentences})
+        return answers
+
+
+def read(body: bytes, max_texts: int = MAX_TEXTS) -> tuple[Texts, Search]:
+    """The texts of ``POST /translate``, and how to translate them.
 
     Raises:
         MalformedRequest: it is not a JSON object in UTF-8.
@@ -70,13 +98,18 @@ def read(body: bytes, max_texts: int = MAX_TEXTS) -> tuple[list[str], Search]:
     if (text is None) == (texts is None):
         raise UsageError('expected either "text", a string, or "texts", a list of strings')
     texts = [text] if texts is None else texts
-    if not 1 <= len(texts) <= max_texts:
-        raise UsageError(f"texts: {len(texts)} of them; expected 1 to {max_texts} in one request")
     check_texts(texts)
+    divided, kind = Texts(texts, texts), "texts"
+    if request.pop("sentences", False):
+        sentences, gaps = zip(*map(split_sentences, texts)) if texts else ((), ())
+        divided, kind = Texts(texts, list(itertools.chain(*sentences)), list(gaps)), "sentences"
+    if not texts or len(divided.parts) > max_texts:
+        number = len(divided.parts)
+        raise UsageError(f"{kind}: {number} of them; expected 1 to {max_texts} in one request")
     search = Search(**request)
     if search.nbest > search.beam:
         raise UsageError(f"nbest is {search.nbest}; expected at most the beam, {search.beam}")
-    return texts, search
+    return divided, search
 
 
 def _object(body: bytes) -> dict:
@@ -275,7 +308,7 @@ class Engine:
             if len(text) > self.max_characters:
                 raise UsageError(f"a text of {len(text)} characters is too long: {text[:40]!r}")
         # One of several texts may be a blank line, which stays blank.
-        if not (all if search.routing else any)(map(self.translator.has_words, texts)):
+        if not texts or not (all if search.routing else any)(map(self.translator.has_words, texts)):
             raise UsageError("a text is empty: expected at least one word")
         for text in texts:
             tokens = len(self.translator.encode(text)) - 1

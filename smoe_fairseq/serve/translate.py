@@ -128,9 +128,10 @@ def add_translate_arguments(parser: ArgumentParser) -> None:
         help="print the N best translations of each line: its number, score and translation, with tabs",
     )
     for each in fields(Options):
-        flag, words = flag_of(each.name), each.metadata.get("words")
+        flag = each.metadata.get("flag", flag_of(each.name))
+        words = each.metadata.get("words")
         if each.type is bool and words:
-            parser.add_argument(flag, action="store_true", help=words)
+            parser.add_argument(flag, dest=each.name, action="store_true", help=words)
         elif words:
             kind, default = at_least(each.type, *each.metadata["limits"]), each.default
             words += f" (default: {default})" * (default != -1)
@@ -164,7 +165,7 @@ def run_translate(args: Namespace) -> None:
                     texts, args.source, args.target, options, bar.update
                 )
             for number, translation in enumerate(translations, lines + 1):
-                if translation.parts > 1:
+                if translation.parts > 1 and not options.by_sentence:
                     with tqdm.external_write_mode(sys.stderr):
                         message = f"line {number} is long: translated in {translation.parts} parts"
                         print(message, file=sys.stderr)

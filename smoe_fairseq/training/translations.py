@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from smoe_fairseq.errors import UsageError
-from smoe_fairseq.subwords import has_pieces
+from smoe_fairseq.subwords import has_nmt_pieces, has_pieces
 
 MAX_TOKENS = 4096  # of source in a batch, padding included
 
@@ -133,7 +133,7 @@ def _texts(
     subwords = None
     if has_pieces(dictionary):
         subwords = "sentencepiece"
-    elif any(symbol.endswith("@@") for symbol in dictionary.symbols):
+    elif has_nmt_pieces(dictionary):
         subwords = "subword_nmt"
 
     def text(ids: Tensor) -> str:

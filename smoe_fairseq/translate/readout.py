@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from smoe_fairseq.errors import UsageError
+from smoe_fairseq.translate.sentences import join_sentences
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,7 @@ class Translation:
     Args:
         tokens: the encoder's input, including tokens of languages and the end of sentence.
         requested: requested capacity of these tokens, see `Hypothesis`.
-        parts: number of parts, more than one if the text was too long.
+        parts: number of parts, more than one if the text was divided.
     """
 
     source: str
@@ -53,33 +54,34 @@ class Translation:
     parts: int = 1
 
 
-# After these marks of Chinese and Japanese, which write no blanks, parts are joined without one.
-_WIDE_MARKS = tuple("。！？，；：、")
-
-
-def joined(source: str, parts: list[Translation], nbest: int, lenpen: float) -> Translation:
+def joined(
+    source: str, parts: list[Translation], gaps: list[str], nbest: int, lenpen: float
+) -> Translation:
     """The translation of a text from those of its parts: hypotheses of equal rank are concatenated.
 
     A text without parts has ``nbest`` empty hypotheses.
+
+    Args:
+        gaps: before, between and after the parts, see `join_sentences`.
     """
-    if len(parts) == 1:
-        return replace(parts[0], source=source)
     number = min((len(part.hypotheses) for part in parts), default=nbest)
     by_rank = ([part.hypotheses[n] for part in parts] for n in range(number))
     return Translation(
         source,
-        [_concatenated(hypotheses, lenpen) for hypotheses in by_rank],
+        [_concatenated(hypotheses, gaps, lenpen) for hypotheses in by_rank],
         [token for part in parts for token in part.tokens],
         _flat([part.requested for part in parts]),
         len(parts),
     )
 
 
-def _concatenated(hypotheses: list[Hypothesis], lenpen: float) -> Hypothesis:
+def _concatenated(hypotheses: list[Hypothesis], gaps: list[str], lenpen: float) -> Hypothesis:
+    text = join_sentences([hypothesis.text for hypothesis in hypotheses], gaps)
+    if len(hypotheses) == 1:
+        return replace(hypotheses[0], text=text)
     scores = [score for hypothesis in hypotheses for score in hypothesis.scores]
-    texts = (hypothesis.text for hypothesis in hypotheses)
     return Hypothesis(
-        "".join(t if t.endswith(_WIDE_MARKS) else f"{t} " for t in texts).removesuffix(" "),
+        text,
         sum(scores) / max(1, len(scores)) ** lenpen,
         [token for hypothesis in hypotheses for token in hypothesis.tokens],
         scores,

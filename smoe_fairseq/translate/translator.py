@@ -2,10 +2,9 @@
 
 import copy
 import itertools
-import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +20,7 @@ from smoe_fairseq.translate.int8 import check_int8, quantize
 from smoe_fairseq.translate.packed import can_pack, pack
 from smoe_fairseq.translate.readout import Readout, Translation, encoded, joined
 from smoe_fairseq.translate.search import BeamSearch, SearchOptions, option
+from smoe_fairseq.translate.sentences import divide, split_sentences
 from smoe_fairseq.translate.shortlist import Shortlist, direction_of
 
 
@@ -46,41 +46,6 @@ def check_texts(texts: Iterable) -> None:
             raise UsageError(f"text {number} is {text!r:.60}: expected a text")
         if SURROGATE.search(text):
             raise UsageError(f"{text!r:.60} holds half of a surrogate pair, which is no character")
-
-
-# Texts that are too long for a model are divided: at ends of sentences, then of clauses, then of words.
-
-_MARKS = (
-    r"(?<=[.!?…।॥؟۔։።])\s+|(?<=[。！？])",
-    r"(?<=[,;:–—،؛])\s+|(?<=[，；：、])",
-    r"\s+",
-)
-
-
-def divide(text: str, fits: Callable[[str], bool], marks: tuple[str, ...] = _MARKS) -> list[str]:
-    """The text in parts that fit, each as long as possible.
-
-    Parts consist of sentences. A sentence that does not fit is divided at commas, then between words, and a
-    word between letters.
-    """
-    if fits(text):
-        return [text]
-    if not marks:
-        half = len(text) // 2
-        if not half:
-            return [text]
-        return [part for side in (text[:half], text[half:]) for part in divide(side, fits, ())]
-    parts: list[str] = []
-    start, begin = None, 0  # of the last part, if it may get longer, and of the piece
-    for match in [*re.finditer(marks[0], text), None]:
-        end, after = match.span() if match else (len(text), len(text))
-        if begin < end and start is not None and fits(text[start:end]):
-            parts[-1] = text[start:end]
-        elif begin < end:
-            parts += divide(text[begin:end], fits, marks[1:])
-            start = end - len(parts[-1])
-        begin = after
-    return parts
 
 
 # Batches in parallel on a CPU, each on one thread: small products gain little from several threads.
@@ -141,6 +106,13 @@ class Options(SearchOptions):
         requested: whether to compute the requested capacity, which takes one more pass.
     """
 
+    by_sentence: bool = field(
+        default=False,
+        metadata={
+            "words": "translate each sentence by itself, for models of sentences; keep blanks between them",
+            "flag": "--sentences",
+        },
+    )
     divide_above: int = option(200, "translate a line of more tokens sentence by sentence", 1)
     nbest: int = 1
     prefix: str = ""
@@ -203,6 +175,7 @@ class BatchTranslator:
 
         A text that has more tokens than ``divide_above`` or the model's limit is divided at ends of
         sentences, and the translations of the parts are joined with blanks (not after "。" and the like).
+        With ``by_sentence``, every text is divided at all of them, and line breaks and blanks are kept.
 
         Args:
             source, target: languages; optional if only one direction is possible.
@@ -214,7 +187,8 @@ class BatchTranslator:
         texts = list(texts)
         check_texts(texts)
         task = self.translator.task_for(source, target)
-        parts = [self._parts(text, options) for text in texts]
+        divided = [self._parts(text, options) for text in texts]
+        parts = [of_text for of_text, _ in divided]
         flat = [part for of_text in parts for part in of_text]
         begins = [not n for of_text in parts for n in range(len(of_text))]
         done(sum(not of_text for of_text in parts))
@@ -224,14 +198,17 @@ class BatchTranslator:
             done(sum(begins[index] for index in batch))
         remaining = iter(by_index[index] for index in range(len(flat)))
         return [
-            joined(text, [next(remaining) for _ in of_text], options.nbest, options.lenpen)
-            for text, of_text in zip(texts, parts, strict=True)
+            joined(text, [next(remaining) for _ in of_text], gaps, options.nbest, options.lenpen)
+            for text, (of_text, gaps) in zip(texts, divided, strict=True)
         ]
 
-    def _parts(self, text: str, options: Options) -> list[str]:
-        """The parts that are translated separately; empty for a text without subwords."""
+    def _parts(self, text: str, options: Options) -> tuple[list[str], list[str]]:
+        """The parts that are translated separately, and the gaps around them.
+
+        A text without subwords has no parts.
+        """
         if not self.translator.has_words(text):
-            return []
+            return [], [""]
         # Including the end of sentence; the model may add the token of a language.
         longest = min(options.divide_above + 1, self.translator.max_positions[0] - 1)
 
@@ -242,7 +219,10 @@ class BatchTranslator:
                 return True
             return len(encoded(self.translator, part, self.translator.src_dict)) <= longest
 
-        return divide(text, fits)
+        sentences, gaps = split_sentences(text) if options.by_sentence else ([text], ["", ""])
+        divided = [divide(sentence, fits) for sentence in sentences]
+        within = [[gap, *[" "] * (len(parts) - 1)] for gap, parts in zip(gaps, divided)]
+        return list(itertools.chain(*divided)), [*itertools.chain(*within), gaps[-1]]
 
     def _translate(
         self, task, texts: list[str], begins: list[bool], options: Options

@@ -12,7 +12,7 @@ const EXAMPLES = {
   fr: ["Deux enfants jouent dans le jardin.", "Ses deux vieux chiens dorment près du poêle."],
 };
 let model; // the answer of GET /languages
-let result = null; // the last translations
+let result = null; // the last answer of POST /translate
 const layerOf = { encoder: ALL, decoder: ALL }; // name of the layer that is shown
 let pending = null; // the AbortController of the current request
 
@@ -101,15 +101,15 @@ async function request(path, options) {
 }
 
 async function translate() {
-  const texts = part("text").value.split("\n").filter((line) => line.trim());
+  const text = part("text").value;
   const [source, target] = [part("source").value, part("target").value];
   showError("");
-  if (!texts.length) {
+  if (!text.trim()) {
     showError("There is no text: type a sentence.");
     part("text").focus();
     return;
   }
-  history.replaceState(null, "", `#${link(source, target, texts.join("\n"))}`);
+  history.replaceState(null, "", `#${link(source, target, text)}`);
   pending?.abort();
   const controller = (pending = new AbortController());
   setBusy(true);
@@ -118,11 +118,12 @@ async function translate() {
     const answer = await request("translate", {
       method: "POST",
       headers: { "Content-Type": "application/json" },
-      body: JSON.stringify({ texts, source, target, routing: true }),
+      body: JSON.stringify({ text, source, target, routing: true, sentences: true }),
       signal: controller.signal,
     });
     if (pending !== controller) return;
-    result = answer;
+    const [whole] = answer.translations;
+    result = { ...answer, translation: whole.translation, sentences: whole.sentences };
     show();
     setBusy(false);
     const seconds = ((performance.now() - start) / 1000).toFixed(2);
@@ -138,16 +139,14 @@ async function translate() {
 
 function show() {
   hide();
-  const translations = result?.translations ?? [];
+  const sentences = result?.sentences ?? [];
   part("translation").lang = result?.target ?? "";
-  part("translation").replaceChildren(
-    ...translations.map((each) => element("p", { textContent: each.translation })),
-  );
-  part("strata").hidden = !translations.length;
+  part("translation").textContent = result?.translation ?? "";
+  part("strata").hidden = !sentences.length;
   showExamples();
   part("sentences").replaceChildren();
-  if (!translations.length) return;
-  const { encoder, decoder } = translations[0].routing;
+  if (!sentences.length) return;
+  const { encoder, decoder } = sentences[0].routing;
   const layers = [...encoder.layers, ...decoder.layers];
   showNothing(layers);
   part("view").hidden = mostOf(layers) < 2;
@@ -194,7 +193,7 @@ function chooser(side, words, layers) {
 function showSentences() {
   hide();
   part("sentences").replaceChildren(
-    ...result.translations.map(({ routing }, index) =>
+    ...result.sentences.map(({ routing }, index) =>
       sentence(index + 1, routing, result, (side) =>
         routing[side].layers.filter((each) => [ALL, each.name].includes(layerOf[side])),
       ),
@@ -244,7 +243,7 @@ function listen() {
   part("swap").addEventListener("click", () => {
     const translated = part("translation").textContent && result?.target === part("target").value;
     selectDirection(part("target").value, part("source").value);
-    if (translated) part("text").value = result.translations.map((each) => each.translation).join("\n");
+    if (translated) part("text").value = result.translation;
   });
   addEventListener("hashchange", followLink);
 }
