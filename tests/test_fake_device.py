@@ -41,7 +41,8 @@ SYSTEMS = {
     "chain": {"strata": "8", "chain": 3},
     "budget": {"strata": "4-4", "capacity_budget": 1.2},
 }
-READS_ON_HOST = {"base"}  # its assignment is computed on the host
+# The assignment of `base` is computed on the host, which reads the number of copies of the others.
+READS_ON_HOST = {"base", "top-p", "threshold", "depths"}
 
 
 @pytest.fixture
@@ -55,6 +56,8 @@ def bfloat16():
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("system", [name for name in SYSTEMS if name not in READS_ON_HOST])
 def test_grouped_on_a_device_that_is_not_there(system, training, padding, bfloat16):
+    if system == "expert-choice" and not training:
+        pytest.skip("the host reads the number of copies")
     options = dict(SYSTEMS[system])
     with FakeTensorMode(), torch.device("cuda"):
         if system == "hash":  # values that are not there are not checked when the block is made

@@ -356,8 +356,6 @@ def _block(run: Run, block: StratifiedMoE, dropped: float, mask: float) -> tuple
             tokens = share
             factor = float(block.config.capacity_factor)
             copies *= share if not factor else min(1, factor / copies) * share
-        elif gate.any_number and not place.is_sharded:
-            copies = visible  # rows, also of experts that do not take the token
         own = len(set(place.local) & set(range(first, first + visible)))
         received = copies * own / visible * place.group_size  # by this rank's experts
         kept += tokens * ((1 if strata.stacked else 2) * D + dropped)

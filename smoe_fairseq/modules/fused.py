@@ -211,7 +211,7 @@ def _settings(block, x_TD: Tensor, padding_mask: Tensor | None, shrink: int) -> 
         BLOCK_E=block_e,
         # Of products with the gates' weights, whose tiles grow with the number of experts.
         GATE_D=max(min(_next_power(x_TD.shape[1]), gate_d) // shrink, 16),
-        SUMS_C=max(min(TILES["sums"][0], 2048 // block_e) // shrink, 16),
+        SUMS_C=max(min(TILES["sums"][0], 1024 // block_e) // shrink, 16),
         BLOCK_K=_next_power(gate.top_k),
     )
 

@@ -41,7 +41,7 @@ def one_kernel(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 class Grouped:
-    """One product for all experts; the host reads nothing from the device."""
+    """One product for all experts; the host reads nothing from the device, or just the number of rows."""
 
     on_host = False
 
@@ -73,9 +73,15 @@ class Layout(NamedTuple):
 
     @classmethod
     def of(cls, copies: Copies, weights: Weights) -> "Layout":
-        """One row per copy and a padding row; copies without an expert leave more padding rows."""
-        rows = copies.expert_TK.numel() + 1
+        """One row per copy and a padding row; copies without an expert leave more padding rows.
+
+        If a token may have all experts, the host reads the number of rows, unless the gate knows a bound.
+        """
+        rows, most = copies.expert_TK.numel(), copies.most
         ends_E = copies.kept_E.cumsum(0).int()
+        if most is not None and not torch.compiler.is_compiling():
+            rows = min(rows, most or int(ends_E[-1]))
+        rows += 1
         row_N1 = torch.arange(rows, device=ends_E.device, dtype=torch.int).unsqueeze(1)
         expert_N1 = torch.searchsorted(ends_E, row_N1, right=True)
         expert_NE = expert_N1 == torch.arange(len(ends_E), device=ends_E.device)

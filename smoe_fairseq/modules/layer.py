@@ -211,7 +211,9 @@ class StratifiedMoE(nn.Module):
                 position_T = tokens.replace(position_T, self._stratum_of_first_choice(i, routing))
             # y = sum_e G_e FFN_e(x') (eq. 6), and the branches
             weight_TK = mask_outputs(routing.weight_TK, self.config.eom, self.training)
-            copies = Copies(routing.expert_TK, weight_TK, routing.rank_TK, routing.kept_E, own)
+            most = routing.most or (0 if gate.any_number else None)
+            places = routing.rank_TK, routing.kept_E, own
+            copies = Copies(routing.expert_TK, weight_TK, *places, most=most)
             branches = partial(self._compute_branches, h_TD, routing)
             if placement.is_sharded:
                 result, outputs = compute_over_ranks(

@@ -126,6 +126,7 @@ class Routing(NamedTuple):
     simple_TS: Tensor | None = None  # weights of the simple experts of a `TopKGate`
     observed_N: Tensor | None = None  # argument of the gate's `update`; None: it has none
     own_logits_TE: Tensor | None = None  # logits of a `TopKGate` without the exit bias
+    most: int | None = None  # number of copies at most; None: unknown
     own_loss: Tensor | None = None  # scalar, with gradient: the gate's `Gate.own_loss`
 
     @classmethod

@@ -22,6 +22,7 @@ class Copies(NamedTuple):
     kept_E: Tensor  # copies per expert
     own: range  # experts that no later gate sees, as the block numbers them
     sizes: list[int] | None = None  # `kept_E` on the host, if known
+    most: int | None = None  # number of copies at most; None: T K, 0: far fewer, to be read
 
 
 class DispatchPlan(NamedTuple):

@@ -51,7 +51,12 @@ class ExpertChoiceGate(LinearGate):
 
         # For the statistics: the expert with the largest weight, if any has taken the token.
         first_choice_T = (probs_TE + taken_TE).argmax(1)
-        return self.route(taken_TE, probs_TE, active_T, probs_TE, logits_TE, first_choice_T)
+        routing = self.route(taken_TE, probs_TE, active_T, probs_TE, logits_TE, first_choice_T)
+        if self.training:
+            routing = routing._replace(
+                most=int(most_copies(factor, *probs_TE.shape)) * len(routing.kept_E)
+            )
+        return routing
 
     def route(
         self, taken_TE: Tensor, weight_TE: Tensor, active_T: Tensor, *scores: Tensor, **optional
