@@ -240,8 +240,8 @@ def m2m(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def nllb(tmp_path_factory) -> Path:
-    """A folder of transformers with a small NLLB-200, which repeats its text."""
-    make = lambda folder: pretrained.write_model(folder, "nllb", 150)  # noqa: E731
+    """A folder of transformers with a small NLLB-200, trained a little."""
+    make = lambda folder: pretrained.write_model(folder, "nllb", 80)  # noqa: E731
     return shared(tmp_path_factory, "nllb", make)
 
 

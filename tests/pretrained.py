@@ -13,7 +13,7 @@ SCRIPTS = {  # the first letter of ten scripts, and how many of its letters the 
     **{"a": 26, "α": 24, "б": 30, "ა": 30, "ب": 8, "א": 20, "क": 20, "ก": 30, "か": 20, "가": 30},
 }
 SIZES = {"d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "max_position_embeddings": 64}
-SIZES |= {"encoder_attention_heads": 2, "decoder_attention_heads": 4, "encoder_ffn_dim": 48}
+SIZES |= {"encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_ffn_dim": 48}
 SIZES |= {"decoder_ffn_dim": 64, "encoder_layerdrop": 0.0, "decoder_layerdrop": 0.0}
 
 

@@ -1,12 +1,16 @@
 """``smoe import`` of M2M-100, NLLB-200 and NLLB-MoE: what transformers computes, with their text."""
 
+import math
+import shutil
 from pathlib import Path
 
 import pretrained
 import pytest
 import torch
+from commands import changed
 from test_expert_parallel_checkpoints import call
 
+from smoe_fairseq.checkpoints.sets import same_bits
 from smoe_fairseq.models.transformer import SMoETransformerModel
 from smoe_fairseq.translate.readout import encoded
 
@@ -14,6 +18,28 @@ pytest.importorskip("transformers", reason="the package transformers is not inst
 
 from test_huggingface import batch  # noqa: E402
 
+# Text that tokenizers may change: spaces, line ends, NFKC, joiners, emoji, marks of words.
+SPECIAL = [
+    *(
+        "  a  b",
+        "\u3000a\xa0b",
+        "a\rb",
+        "a\r\nb",
+        "a\u2028b\x85c",
+        "a\tb\x0bc\x1cd",
+        "\ufeffa\u200bb",
+    ),
+    *(
+        "ﬁ ①② Ａｂ ½ … ㍿ ﷺ ｶﾞ",
+        "e\u0301 é",
+        "क\u200dक",
+        "\u200da\u200d b",
+        "👨‍👩‍👧 🏳️‍🌈 a",
+        "▁a a▁b",
+        "",
+    ),
+    *("a\x00b\ue000", "\u202ea\u200e b", "aкა가", "a" * 300, "1,000.00", "\xad soft"),
+]
 DIRECTIONS = {"m2m": ("en", "de"), "nllb": ("eng_Latn", "swh_Latn")}
 
 
@@ -56,11 +82,10 @@ def test_text(kind, imported, theirs):
     source, target = DIRECTIONS[kind]
     ours = SMoETransformerModel.from_pretrained(imported)
     assert (imported.parent / "langs.txt").read_text().split() == list(ours.task.langs)
-    text = pretrained.lines(100, seed=5)
-    task = ours.task_for(source, target)
+    text = pretrained.lines(1000, seed=5) + SPECIAL
+    language = ours.src_dict.index(f"__{source}__")
     for line, ids in zip(text, tokenizer(text)["input_ids"], strict=True):
-        language = ours.src_dict.index(f"__{source}__")
-        assert [language, *encoded(ours, line, task.source_dictionary)] == ids
+        assert [language, *encoded(ours, line, ours.src_dict)] == ids, repr(line)
     sample = tokenizer(text[:20], return_tensors="pt", padding=True)
     first = tokenizer.convert_tokens_to_ids(f"__{target}__" if kind == "m2m" else target)
     said = model.generate(**sample, forced_bos_token_id=first, num_beams=1, max_length=30)
@@ -123,3 +148,61 @@ def test_nllb_moe(nllb, tmp_path, case, capsys):
     found = ours(source, (source != 1).sum(1), given)[0]
     assert expected.std() > 0.1
     assert torch.allclose(found[given != 1], expected[given != 1], atol=1e-4)
+
+
+def other_order(checkpoint: Path, folder: Path) -> Path:
+    """The same model with the row of one piece behind all others, as of a vocabulary that has grown."""
+    words = (checkpoint.parent / "dict.txt").read_text().splitlines()
+    rows = [*range(50), *range(51, len(words) + 4), 50]
+    folder.mkdir()
+    shutil.copy(checkpoint.parent / "spm.model", folder)
+    words = [words[row - 4] for row in rows[4:]]
+    (folder / "dict.txt").write_text("\n".join(words) + "\n")
+
+    def change(state):
+        del state["smoe_dictionaries"]
+        for name in ("encoder.embed_tokens", "decoder.embed_tokens", "decoder.output_projection"):
+            state["model"][f"{name}.weight"] = state["model"][f"{name}.weight"][rows]
+
+    return changed(checkpoint, folder / "checkpoint.pt", change)
+
+
+@pytest.mark.parametrize("order", ["same", "other"])
+def test_export_is_the_imported_folder(kind, imported, theirs, m2m, nllb, tmp_path, order):
+    """Bit for bit; transformers has a class for it."""
+    from safetensors.torch import load_file
+    from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
+
+    if (kind, order) == ("m2m", "other"):
+        pytest.skip("vocab.json has the words in any order")
+    source = imported if order == "same" else other_order(imported, tmp_path / "other")
+    call("export", source, "--to", "huggingface", "--output", tmp_path / "model")
+    tensors, expected = (
+        load_file(folder / "model.safetensors")
+        for folder in (tmp_path / "model", {"m2m": m2m, "nllb": nllb}[kind])
+    )
+    assert tensors.keys() == expected.keys()
+    assert all(same_bits(tensors[name], expected[name]) for name in expected)
+    model = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "model")
+    assert type(model) is type(theirs[1])
+    settings = {"src_lang": DIRECTIONS[kind][0]}
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model", **settings)
+    text = pretrained.lines(20, seed=8)
+    assert tokenizer(text)["input_ids"] == theirs[0](text)["input_ids"]
+
+
+def test_ctranslate2(kind, imported, tmp_path):
+    ctranslate2 = pytest.importorskip("ctranslate2")
+    call("export", imported, "--to", "ctranslate2", "--output", tmp_path / "model")
+    ours = SMoETransformerModel.from_pretrained(imported)
+    source, target = DIRECTIONS[kind]
+    text = pretrained.lines(10, seed=9)
+    found = ours.translations(text, source_lang=source, target_lang=target, beam=1)
+    translator = ctranslate2.Translator(str(tmp_path / "model"), intra_threads=1)
+    results = translator.score_batch(
+        [translation.tokens[:-1] for translation in found],
+        [translation.hypotheses[0].tokens[:-1] for translation in found],
+    )
+    for translation, result in zip(found, results, strict=True):
+        scores = translation.hypotheses[0].scores
+        assert result.log_probs == pytest.approx([s * math.log(2) for s in scores], abs=1e-3)

@@ -21,7 +21,7 @@ from smoe_fairseq.checkpoints.tensors import config_file, write_safetensors
 from smoe_fairseq.compat.checkpoint_names import files_read
 from smoe_fairseq.errors import UsageError, quietly
 from smoe_fairseq.files import whole_folder
-from smoe_fairseq.models.hub import data_of
+from smoe_fairseq.models.hub import data_of, text_settings
 
 _CRITERION = "label_smoothed_cross_entropy"
 
@@ -97,7 +97,9 @@ def write_ctranslate2(path: Path, output: Path, force: bool, data: Path | None) 
         stock = partial.with_name(f"{partial.name}.pt")
         try:
             torch.save({"args": options, "model": state["model"]}, stock)
-            FairseqConverter(str(stock), folder).convert(str(partial), force=True)
+            fixed = text_settings(folder, options).get("fixed_dictionary")
+            converter = FairseqConverter(str(stock), folder, fixed_dictionary=fixed)
+            converter.convert(str(partial), force=True)
         except (ValueError, NotImplementedError) as error:
             reason = " ".join(str(error).split())
             raise UsageError(f"{path}: CTranslate2 does not convert this model: {reason}") from None

@@ -10,6 +10,7 @@ from fairseq import tasks
 from omegaconf import OmegaConf
 from torch import Tensor
 
+from smoe_fairseq.checkpoints import huggingface_m2m_export as m2m
 from smoe_fairseq.checkpoints.content import fingerprint
 from smoe_fairseq.checkpoints.io import dictionary_mismatch, values_of
 from smoe_fairseq.checkpoints.model import LOSS_WEIGHTS, check_fit, known_options, plain_config
@@ -27,6 +28,7 @@ WEIGHTS = "model.safetensors"
 FILES = {  # of an export
     *(WEIGHTS, "README.md", "config.json", "generation_config.json", "spm.model", "vocab.json"),
     *("target_vocab.json", "tokenizer_config.json", "special_tokens_map.json"),
+    "sentencepiece.bpe.model",
 }
 SEARCH = {  # the defaults of `smoe translate`
     "num_beams": 5,
@@ -55,8 +57,16 @@ def write_huggingface(run: Path, output: Path, force: bool, half: bool, data: Pa
     path = hub.checkpoint_of(run) if run.is_dir() else run
     state = weights_of(path)
     task = task_of(path, state, data)
-    config = _config_of(path, state, task)
-    tensors = _weights_of(path, config, state["model"])
+    options, weights = plain_config(known_options(path, state)), state["model"]
+    del options["_name"]
+    text = m2m.Text.of(task, options, weights)
+    if text is not None:
+        config = m2m.config_of(options, len(text.rows))
+        tensors = m2m.weights_of(path, config, weights, text.rows)
+    else:
+        config = _config_of(options, state, task)
+        tensors = _weights_of(path, config, weights)
+    config.dtype = str(tensors[next(iter(tensors))].dtype).removeprefix("torch.")
     if half:
         tensors = to_half(path, tensors)
         config.dtype = "float32"
@@ -64,25 +74,31 @@ def write_huggingface(run: Path, output: Path, force: bool, half: bool, data: Pa
     search |= {f"{n}_token_id": getattr(config, f"{n}_token_id") for n in ("bos", "eos", "pad")}
     search["decoder_start_token_id"] = config.decoder_start_token_id
     search["forced_eos_token_id"] = config.eos_token_id  # at the maximum length
-    search["max_length"] = min(search["max_length"], config.max_target_positions)
+    search["max_length"] = min(search["max_length"], options["max_target_positions"])
     with whole_folder(output, force, f"--output {output}") as partial:
         save_tensors(tensors, str(partial / WEIGHTS))
         config.save_pretrained(partial)
-        tokenizer = _tokenizer_of(path, state, task, config, partial)
-        language = tokenizer.tgt_lang
-        if tokenizer.decoder_langtok and language:
-            search["forced_bos_token_id"] = tokenizer.get_lang_id(language)
+        if text is not None:
+            text.write(partial, options["max_source_positions"])
+            card = _card(output, path, text.languages, "dense", "", *text.example())
+        else:
+            tokenizer = _tokenizer_of(path, state, task, config, partial)
+            language = tokenizer.tgt_lang
+            if tokenizer.decoder_langtok and language:
+                search["forced_bos_token_id"] = tokenizer.get_lang_id(language)
+            tokenizer.save_pretrained(partial)
+            card = _card(output, path, *_example(config, tokenizer))
         GenerationConfig(**search).save_pretrained(partial)
-        tokenizer.save_pretrained(partial)
-        (partial / "README.md").write_text(_card(output, path, config, tokenizer), "utf-8")
+        (partial / "README.md").write_text(card, "utf-8")
 
 
 def is_export(folder: Path) -> bool:
     """Whether `write_huggingface` has written a folder."""
     try:
-        return read_json(folder / "config.json")["model_type"] == "smoe_transformer"
-    except (UsageError, KeyError):
+        config = read_json(folder / "config.json")
+    except UsageError:
         return False
+    return config.get("model_type") == "smoe_transformer" or bool(config.get("smoe_fairseq"))
 
 
 def task_of(path: Path, state: Mapping, data: Path | None):
@@ -120,11 +136,9 @@ def task_of(path: Path, state: Mapping, data: Path | None):
     return task
 
 
-def _config_of(path: Path, state: Mapping, task):
+def _config_of(options: Mapping, state: Mapping, task):
     from smoe_fairseq.huggingface import SMoEConfig
 
-    options = plain_config(known_options(path, state))
-    del options["_name"]
     moe = blocks(SMoETransformerConfig(**options))
     for prefix, arguments in moe.items():
         released = arguments["norms"] == "released" and arguments["strata"].isdigit()
@@ -137,7 +151,6 @@ def _config_of(path: Path, state: Mapping, task):
         for theirs, ours in LOSS_WEIGHTS.items()
         if criterion.get(f"moe_{ours}_loss_wt") is not None
     }
-    embedding = state["model"].get("encoder.embed_tokens.weight")
     return SMoEConfig(
         **options,
         **weights,
@@ -150,7 +163,6 @@ def _config_of(path: Path, state: Mapping, task):
         eos_token_id=target.eos(),
         decoder_start_token_id=target.eos(),
         architectures=["SMoEForConditionalGeneration"],
-        dtype=str(embedding.dtype).removeprefix("torch.") if embedding is not None else "float32",
     )
 
 
@@ -217,35 +229,53 @@ def _tokenizer_of(path: Path, state: Mapping, task, config, folder: Path):
     )
 
 
-def _card(output: Path, checkpoint: Path, config, tokenizer) -> str:
-    """The model card: what the folder is, how to load it, and the run's scores."""
+def _example(config, tokenizer) -> tuple[list[str], str, str, str, str]:
+    """The arguments of `_card` from ``languages`` on, for a model of ours."""
     pairs = [pair.split("-") for pair in tokenizer.lang_pairs]
     if len(pairs) == 1:  # codes may have hyphens
         pairs = [[tokenizer.src_lang, tokenizer.tgt_lang]]
     languages = sorted({lang for pair in pairs for lang in pair})
-    head = [f"language: {json.dumps(languages)}", "library_name: transformers"]
-    head += ["pipeline_tag: translation", "tags: [smoe-fairseq]"]
     strata = sorted({str(block["strata"]) for block in config.moe_blocks.values()})
     kind = f"{len(config.moe_blocks)} MoE layers, strata {', '.join(strata)}" if strata else "dense"
-    choice = ""
+    if len(pairs) <= 20:
+        kind += f"; {', '.join(tokenizer.lang_pairs)}"
+    before = "import smoe_fairseq.huggingface  # makes the Auto classes know the model\n"
+    choice = forced = ""
     if tokenizer.language_tokens:
-        first, second = pairs[0]
-        choice = f'tokenizer.src_lang, tokenizer.tgt_lang = "{first}", "{second}"\n'
-    forced = ""
+        choice = 'tokenizer.src_lang, tokenizer.tgt_lang = "{}", "{}"\n'.format(*pairs[0])
     if tokenizer.decoder_langtok:
         forced = ", forced_bos_token_id=tokenizer.get_lang_id(tokenizer.tgt_lang)"
+    return languages, kind, before, choice, forced
+
+
+def _card(
+    output: Path,
+    checkpoint: Path,
+    languages: list[str],
+    kind: str,
+    before: str,
+    choice: str,
+    forced: str,
+) -> str:
+    """The model card: what the folder is, how to load it, and the run's scores.
+
+    Args:
+        kind: of the model, and its directions.
+        before, choice, forced: lines of the example that import and choose languages, and the argument of
+            ``generate`` for the target language.
+    """
+    head = [f"language: {json.dumps(languages)}", "library_name: transformers"]
+    head += ["pipeline_tag: translation", "tags: [smoe-fairseq]"]
     return f"""---
 {chr(10).join(head)}
 ---
 
 # {output.name}
 
-A translation model trained with smoe-fairseq ({kind}), languages {", ".join(languages)}, for
-{", ".join(tokenizer.lang_pairs)}.
+A translation model trained with smoe-fairseq ({kind}), languages {", ".join(languages)}.
 
 ```python
-import smoe_fairseq.huggingface  # makes the Auto classes know the model
-from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
+{before}from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
 tokenizer = AutoTokenizer.from_pretrained("{output.name}")
 model = AutoModelForSeq2SeqLM.from_pretrained("{output.name}")

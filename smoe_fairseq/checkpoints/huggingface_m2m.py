@@ -31,7 +31,7 @@ FORM = {
     | {"num_experts": _COUNT, **{f"{side}_sparse_step": _COUNT for side in SIDES}}
     | {"moe_token_dropout?": _RATE, "second_expert_policy?": str, "router_bias?": (None, bool)},
 }
-_OF_SIDE = {  # our options by theirs
+OF_SIDE = {  # our options by theirs
     "embed_dim": "d_model",
     "ffn_embed_dim": "{side}_ffn_dim",
     "layers": "{side}_layers",
@@ -84,7 +84,7 @@ def _options(config: Mapping) -> dict:
     }
     for side in SIDES:
         options |= {
-            f"{side}_{ours}": config[theirs.format(side=side)] for ours, theirs in _OF_SIDE.items()
+            f"{side}_{ours}": config[theirs.format(side=side)] for ours, theirs in OF_SIDE.items()
         }
         options |= {f"{side}_normalize_before": True, f"{side}_moe_freq": 0}
         options[f"{side}_layerdrop"] = config.get(f"{side}_layerdrop", 0.0)

@@ -1,11 +1,14 @@
 """The text of M2M-100 and NLLB-200 in a folder for transformers: vocabulary, languages, subwords."""
 
 import re
+from collections import Counter
 from collections.abc import Mapping
+from itertools import zip_longest
 from pathlib import Path
 
 from torch import Tensor
 
+from smoe_fairseq.checkpoints.huggingface_tokenizer import read_tokenizer
 from smoe_fairseq.checkpoints.io import checksum
 from smoe_fairseq.errors import UsageError
 from smoe_fairseq.files import read_plain
@@ -13,18 +16,25 @@ from smoe_fairseq.forms import Number, read_json
 from smoe_fairseq.subwords import check_pieces, read_subwords
 
 _SUBWORDS, _VOCABULARY, _SETTINGS = "sentencepiece.bpe.model", "vocab.json", "tokenizer_config.json"
-_FIRST = ["<s>", "<pad>", "</s>", "<unk>"]
-_SPECIAL = {*_FIRST, "<mask>"}
+FIRST = ["<s>", "<pad>", "</s>", "<unk>"]
+_SPECIAL = {*FIRST, "<mask>"}
 _ID = Number(0, 10_000_000, whole=True)
+_FORM = {
+    "legacy_behaviour?": (None, bool),
+    "language_codes?": str,
+    "additional_special_tokens?": (None, [str]),
+    "added_tokens_decoder?": (None, {re.compile(r"\d{1,8}"): {"content": str}}),
+}
 # The codes of M2M-100 and of WMT21's models in the order of their tokens, which their folders do not list.
-_CODES = {
+CODES = {
     "m2m100": "af am ar ast az ba be bg bn br bs ca ceb cs cy da de el en es et fa ff fi fr fy ga gd gl "
     "gu ha he hi hr ht hu hy id ig ilo is it ja jv ka kk km kn ko lb lg ln lo lt lv mg mk ml mn "
     "mr ms my ne nl no ns oc or pa pl ps pt ro ru sd si sk sl so sq sr ss su sv sw ta th tl tn "
     "tr uk ur uz vi wo xh yi yo zh zu",
     "wmt21": "en ha is ja cs ru zh de",
 }
-_NLLB = re.compile(r"[a-z]{2,3}_[A-Z][a-z]{3}\w*")  # a code of NLLB-200
+LANGUAGE = {True: re.compile(r"__\w+__"), False: re.compile(r"[a-z]{2,3}_[A-Z][a-z]{3}\w*")}
+_WORD = re.compile(r"[^\r\n]+")  # in a line of fairseq's dictionary
 _MOST_UNUSED = 256  # embeddings beyond the tokens, as of a size that is a multiple of 128
 
 
@@ -46,7 +56,7 @@ def text(
         UsageError: a file is missing or damaged, or does not fit the others.
     """
     rows = len(weights["encoder.embed_tokens.weight"])
-    symbols, languages = _vocabulary(folder)
+    symbols, languages, subwords = _vocabulary(folder)
     if not 0 <= rows - len(symbols) <= _MOST_UNUSED:
         raise UsageError(
             f"{folder}: its tokenizer has {len(symbols)} tokens, and the embeddings {rows} rows; expected as "
@@ -57,7 +67,7 @@ def text(
     files = {
         "dict.txt": content.encode(),
         "langs.txt": "".join(f"{language}\n" for language in languages).encode(),
-        "spm.model": read_plain(folder / _SUBWORDS),
+        "spm.model": subwords,
     }
     pairs = ",".join(f"{one}-{other}" for one in languages for other in languages if one != other)
     flags = ["--task", "translation_multi_simple_epoch", "--fixed-dictionary", "dict.txt"]
@@ -66,76 +76,85 @@ def text(
     return files, flags, dict.fromkeys(languages, checksum(symbols))
 
 
-def _vocabulary(folder: Path) -> tuple[list[str], list[str]]:
-    """The words of fairseq's dictionary by row, and the languages in the order of their tokens."""
-    settings = read_json(folder / _SETTINGS, {"legacy_behaviour?": (None, bool)})
+def _vocabulary(folder: Path) -> tuple[list[str], list[str], bytes]:
+    """The words of fairseq's dictionary by row, the languages in the order of their tokens, the subwords."""
+    settings = read_json(folder / _SETTINGS, _FORM)
     if settings.get("legacy_behaviour"):
         raise UsageError(
             f"{folder / _SETTINGS}: legacy_behaviour puts the language behind the text; expected false"
         )
     is_m2m = (folder / _VOCABULARY).exists()
-    words = _pieces_of_m2m(folder) if is_m2m else _pieces_of_nllb(folder)
-    if words[:4] != _FIRST:
-        raise UsageError(f"{folder}: its vocabulary begins with {words[:4]}; expected {_FIRST}")
-    check_pieces(folder / _SUBWORDS, words[4:])
-    tokens = (
-        _tokens_of_m2m(folder, settings, len(words))
-        if is_m2m
-        else _added(folder, settings, len(words))
-    )
+    words, tokens, subwords = (_m2m if is_m2m else _nllb)(folder, settings)
+    if words[:4] != FIRST:
+        raise UsageError(f"{folder}: its vocabulary begins with {words[:4]}; expected {FIRST}")
     languages = []
     for number, (row, token) in enumerate(sorted(tokens.items()), len(words)):
         if row != number:
             raise UsageError(f"{folder}: token {token!r} has the id {row}; expected {number}")
-        code = token.strip("_") if is_m2m else token
-        if token not in _SPECIAL and not (is_m2m or _NLLB.fullmatch(token)):
+        if token not in _SPECIAL and not LANGUAGE[is_m2m].fullmatch(token):
             raise UsageError(
-                f"{folder}: {token!r} was added to the tokenizer; expected tokens of languages, like eng_Latn"
+                f"{folder}: {token!r} was added to the tokenizer; expected tokens of languages alone, like "
+                "eng_Latn"
             )
         if token not in _SPECIAL:
-            languages.append(code)
-            token = f"__{code}__"
+            languages.append(token.strip("_"))
+            token = f"__{languages[-1]}__"
         words.append(token)
     if len(languages) < 2:
-        raise UsageError(
-            f"{folder / _SETTINGS} lists no languages; expected additional_special_tokens"
-        )
-    return words, languages
+        raise UsageError(f"{folder / _SETTINGS}: expected tokens of languages, like eng_Latn")
+    if wrong := next(
+        (w for w, n in Counter(words).items() if n > 1 or not _WORD.fullmatch(w)), None
+    ):
+        raise UsageError(f"{folder}: token {wrong!r} is there twice, or has an end of line")
+    return words, languages, subwords
 
 
-def _pieces_of_m2m(folder: Path) -> list[str]:
-    file = folder / _VOCABULARY
+def _m2m(folder: Path, settings: Mapping) -> tuple[list[str], dict[int, str], bytes]:
+    """The words by id, the tokens that follow by id, and the sentencepiece model."""
+    file, kind = folder / _VOCABULARY, settings.get("language_codes", "m2m100")
     ids = read_json(file, {str: _ID})
-    if sorted(ids.values()) != list(range(len(ids))):
+    words = sorted(ids, key=ids.get)
+    if [ids[word] for word in words] != list(range(len(ids))):
         raise UsageError(f"{file} has {len(ids)} tokens; expected the ids 0 to {len(ids) - 1}")
-    return sorted(ids, key=ids.get)
+    if kind not in CODES:
+        known = " or ".join(CODES)
+        raise UsageError(f"{folder / _SETTINGS}: language_codes is {kind}; expected {known}")
+    if new := [t for t in _added(folder, settings).values() if t not in ids and t[:2] != "__"]:
+        raise UsageError(f"{folder}: {new[0]!r} was added to the tokenizer; expected none")
+    check_pieces(folder / _SUBWORDS, words[4:])
+    tokens = dict(enumerate((f"__{code}__" for code in CODES[kind].split()), len(words)))
+    return words, tokens, read_plain(folder / _SUBWORDS)
 
 
-def _tokens_of_m2m(folder: Path, settings: Mapping, first: int) -> dict[int, str]:
-    codes = _CODES.get(settings.get("language_codes", "m2m100"))
-    if codes is None:
-        raise UsageError(
-            f"{folder / _SETTINGS}: language_codes is {settings['language_codes']}; expected one of "
-            f"{', '.join(_CODES)}"
-        )
-    return {row: f"__{code}__" for row, code in enumerate(codes.split(), first)}
-
-
-def _pieces_of_nllb(folder: Path) -> list[str]:
-    subwords = read_subwords(folder / _SUBWORDS)
-    return _FIRST + [subwords.id_to_piece(i) for i in range(3, subwords.get_piece_size())]
-
-
-def _added(folder: Path, settings: Mapping, first: int) -> dict[int, str]:
-    """The tokens beyond the pieces, by their rows."""
-    file = folder / "tokenizer.json"
+def _nllb(folder: Path, settings: Mapping) -> tuple[list[str], dict[int, str], bytes]:
+    """As `_m2m`."""
+    tokenizer, file = folder / "tokenizer.json", folder / _SUBWORDS
+    if not file.exists() and not tokenizer.exists():
+        raise UsageError(f"{file} is missing, and {tokenizer.name}; expected the text's vocabulary")
+    if tokenizer.exists():
+        words, tokens, subwords = read_tokenizer(tokenizer)
     if file.exists():
-        added = read_json(file, {"added_tokens": [{"id": _ID, "content": str}]})["added_tokens"]
-        tokens = {each["id"]: each["content"] for each in added}
-    elif "added_tokens_decoder" in settings:
-        added = settings["added_tokens_decoder"]
-        tokens = {int(row): each["content"] for row, each in added.items()}
-    else:
-        names = settings.get("additional_special_tokens") or []
-        tokens = dict(enumerate([*names, "<mask>"], first))
-    return {row: token for row, token in tokens.items() if row >= first}
+        model, subwords = read_subwords(file), read_plain(file)
+        pieces = FIRST + [model.id_to_piece(i) for i in range(3, model.get_piece_size())]
+        if tokenizer.exists() and pieces != words:
+            number = next(
+                i for i, pair in enumerate(zip_longest(pieces, words)) if len({*pair}) > 1
+            )
+            raise UsageError(
+                f"{file} and {tokenizer.name} differ in token {number}; expected equal ones"
+            )
+        if not tokenizer.exists():
+            words = pieces
+            tokens = {i: token for i, token in _added(folder, settings).items() if i >= len(words)}
+            special = settings.get("additional_special_tokens") or []
+            tokens = tokens or dict(enumerate([*special, "<mask>"], len(words)))
+    return words, tokens, subwords
+
+
+def _added(folder: Path, settings: Mapping) -> dict[int, str]:
+    """The tokens by id that files list apart from the vocabulary."""
+    listed = settings.get("added_tokens_decoder") or {}
+    tokens = {int(i): token["content"] for i, token in listed.items()}
+    if (file := folder / "added_tokens.json").exists():
+        tokens |= {i: token for token, i in read_json(file, {str: _ID}).items()}
+    return tokens
