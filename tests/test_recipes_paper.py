@@ -173,8 +173,8 @@ def test_launchers(tmp_path):
 
 ASKED = "as PRECISION requests"
 PRECISIONS = {  # flags, and what is said of them
-    ("GPUS=0",): (set(), "fp32, which a CPU computes in"),
-    ("GPUS=0", "PRECISION=fp16"): (set(), "fp32, which a CPU computes in, not fp16"),
+    ("GPUS=0",): (set(), "fp32, the default on CPUs"),
+    ("GPUS=0", "PRECISION=fp16"): (set(), "fp32, the default on CPUs, not fp16"),
     ("GPUS=1", "PRECISION=fp32"): (set(), f"fp32, {ASKED}"),
     ("GPUS=1", "PRECISION=fp16"): ({"--fp16"}, f"fp16, {ASKED}"),
     ("GPUS=0", "PRECISION=bf16"): ({"--bf16"}, f"bf16, {ASKED}"),  # a CPU has it

@@ -25,7 +25,7 @@ class RoutingStats(NamedTuple):
     """
 
     balance_loss: Tensor  # scalar, mean over the gates, without alpha
-    requested_capacity: Tensor  # x.shape[:-1], gates that the token passed; 0 at padding
+    requested_capacity: Tensor  # x.shape[:-1], gates that routed the token; 0 at padding
     first_choices: Tensor  # (L, E): tokens of stratum i whose first choice is expert e
     unused: Tensor  # (L,): experts seen by gate i that are no token's first choice
     chosen: Tensor  # (L, K): copies chosen at stratum i

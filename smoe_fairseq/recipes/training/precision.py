@@ -43,15 +43,15 @@ def precision_flags(
 def _choose(requested: str, launch: Launch, resumed: Flags | None) -> tuple[str, str]:
     if requested == "auto" and resumed and not any(flag in resumed for flag in OTHERS):
         before = next((name for name in ("bf16", "fp16") if f"--{name}" in resumed), "fp32")
-        return before, "as this run began; PRECISION chooses for a new run"
+        return before, "as this run began; --precision chooses for a new run"
     if launch.cpu and requested in ("auto", "fp16"):
         instead = ", not fp16" * (requested == "fp16")
-        return "fp32", f"which a CPU computes in{instead}; PRECISION=bf16 also runs on one"
+        return "fp32", f"the default on CPUs{instead}; --precision bf16 also works"
     if requested != "auto":
         return requested, ""
     if has_bf16():
-        return "bf16", "which this GPU supports; PRECISION=fp16 or fp32 chooses another"
-    return "fp16", "since no GPU here supports bf16; PRECISION=bf16 is for a GPU that does"
+        return "bf16", "which this GPU supports; --precision fp16 or fp32 chooses another"
+    return "fp16", "since no GPU here supports bf16; --precision bf16 is for a GPU that does"
 
 
 def has_bf16() -> bool:
