@@ -16,10 +16,10 @@ from types import SimpleNamespace
 
 import pytest
 import sacrebleu
-from commands import bash_torchrun, changed, contents
+from commands import bash_torchrun, changed, contents, run_step, step_here
 from commands import run as run_program
 from programs import wait_until
-from test_recipes import ROOT, commands, recipe, refusal, surroundings, table
+from test_recipes import ROOT, commands, recipe, refusal, surroundings, table, write_dataset
 
 from smoe_fairseq.errors import UsageError
 from smoe_fairseq.recipes.data.binarise import check_texts
@@ -86,6 +86,37 @@ def test_a_changed_data_set_is_not_prepared_already(tiny, tmp_path):
     changed.write_text(changed.read_text() + "one more\n")
     before = contents(tmp_path / "data/tiny/raw")
     assert "raw/" in told()
+
+
+def test_settings_that_text_does_not_follow_are_refused(tiny, tmp_path):
+    """Text that is there, gathered or not, is not gathered again; what others binarised not at all."""
+    own = {"pairs": ["en-fr"], "raw": {}, "experts": 4}
+    shutil.copytree(tiny[0] / "text", tmp_path / "text")
+    number = iter(range(9))
+
+    def prepare(base: dict = own, **settings):
+        given = write_dataset(
+            tmp_path / f"c{next(number)}", "own", **base, **settings.pop("set", {})
+        )
+        given |= {"DRY_RUN": "1", **settings}
+        return step_here("prepare", "own", cwd=tmp_path, **given)
+
+    clean = {"clean": {"equal": "drop"}}
+    given = write_dataset(tmp_path / "c", "own", **own, **clean)
+    words = ("gather", "own", tmp_path / "text", tmp_path / "data/own/raw")
+    assert run_step(*words, cwd=tmp_path, **given).returncode == 0
+    assert prepare(set=clean).returncode == 0
+    assert "`clean`" in refusal(prepare())
+    assert prepare(RAW="text").returncode == 0
+    (tmp_path / "data/own/raw/.settings.json").unlink()
+    assert prepare().returncode == 0
+    assert "`clean`" in refusal(prepare(set=clean))
+    assert "`source.datasets`" in refusal(prepare(RAW="text", set={"source": {"datasets": "opus"}}))
+    archive = {"text": "bin", "test": "test.{pair}.{language}", "vocabulary": "spm.model"}
+    binarised = own | {"raw": {"binarised": archive, "archives": [{"url": "http://a/b"}]}}
+    shutil.rmtree(tmp_path / "data")
+    assert prepare(binarised).returncode == 0
+    assert "`clean`" in refusal(prepare(binarised, set=clean))
 
 
 def test_a_refused_preparation_leaves_no_folder(tmp_path):

@@ -143,6 +143,29 @@ def test_a_search_with_other_flags_is_told(two_systems):
         assert told == [f"moe: translated with --beam 1 {' '.join(bias)}"]
 
 
+@pytest.mark.parametrize(
+    "other", [{"checkpoint": "checkpoint_last.pt"}, {"generate": "--beam 1"}, {"generate": ""}]
+)
+def test_seeds_of_different_checkpoints_or_searches_are_not_averaged(two_systems, other):
+    folder, runs = two_systems[0], two_systems[0] / "runs/multi30k"
+    usual = {"generate": " ".join(arguments(load_dataset("multi30k").generate))}
+    for seed in (2, 3):
+        shutil.copytree(runs / "moe", runs / f"moe.seed-{seed}")
+    for each in runs.glob("moe*"):
+        change_scores(each, checkpoint="checkpoint_best.pt", **usual)
+    assert cells(folder, "multi30k")["moe, mean of 3 seeds", ""]["en-de"] == "100.00"
+    change_scores(runs / "moe.seed-2", **other)
+    assert cells(folder, "multi30k")["moe, mean of 3 seeds", ""]["en-de"] == "-"
+    printed = table(folder, "multi30k").stdout
+    flag = "--checkpoint last" if "checkpoint" in other else "--beam"
+    (note,) = [line for line in printed.splitlines() if line.startswith("moe.seed-2: translated")]
+    assert flag in note
+    assert flag in refusal(folder, "multi30k", "--compare", "dense", "moe")
+    for each in runs.glob("moe*"):
+        change_scores(each, **other)
+    assert cells(folder, "multi30k")["moe, mean of 3 seeds", ""]["en-de"] == "100.00"
+
+
 def test_scores_on_other_test_sets_are_told_and_not_compared(two_systems):
     folder = two_systems[0]
     raw, runs = folder / "data/multi30k/raw", folder / "runs/multi30k"

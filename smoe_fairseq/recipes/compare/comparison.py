@@ -95,6 +95,10 @@ class _System:
         if not self.runs:
             file, advice = self.folder / name / scores.FILE, f"evaluate.sh {dataset.name} {name}"
             raise UsageError(f"{file} is missing: run scripts/{advice} first")
+        searches = {scores.other_search(dataset, self.folder / run) for run in self.runs}
+        if len(searches) > 1:
+            ways = " and ".join(sorted(f"with {search or 'usual flags'}" for search in searches))
+            raise UsageError(f"{name}: seeds were evaluated {ways}: evaluate them alike")
 
     def has(self, direction: str) -> bool:
         return all(direction in r and r[direction].of(self.metric) for r in self.runs.values())

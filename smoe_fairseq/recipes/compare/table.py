@@ -132,6 +132,10 @@ def side_by_side(dataset: Dataset, metric: str = scores.BLEU) -> Grid:
         results = {run: scores.read(folder / run) for run in runs[name]}
         scored = {run: result for run, result in results.items() if result} or results
         mixed = {*scores.different_signatures(*scored.values(), metric=metric)}
+        searches = {scores.other_search(dataset, folder / run) for run in scored}
+        if len(searches) > 1:
+            notes.append(f"{name}: seeds with different checkpoints or searches are not averaged")
+            mixed = {*dataset.directions}
         usable = [Column(c.name, None) if mixed & {*(c.directions or ())} else c for c in parts]
         each = [[average(result, c, metric) for c in usable] for result in scored.values()]
         bleu = [_over_seeds(statistics.fmean, values) for values in zip(*each, strict=True)]
@@ -151,7 +155,7 @@ def side_by_side(dataset: Dataset, metric: str = scores.BLEU) -> Grid:
             rows.append([name, "paper", *_cells(paper_cost, paper_bleu, digits=0)])
             less = _cells(_differences(cost, paper_cost), _differences(bleu, paper_bleu), sign=True)
             rows.append([name, "difference", *less])
-        if mixed:
+        if mixed and len(searches) == 1:
             notes.append(f"{name}: seeds with different sacreBLEU signatures are not averaged")
         for run, result in results.items():
             notes += _notes(dataset, run, result, metric, tests)

@@ -89,14 +89,8 @@ def _changed(dataset: Dataset, folders: Folders, flags: Sequence[str]) -> str | 
 
 def _origin(dataset: Dataset, folders: Folders, flags: Sequence[str]) -> dict[str, dict]:
     """What binarised text is made of: settings, and the texts' files, see `_digests`."""
-    places = ("url", "sha256", "archives")  # where the same text can be had
-    settings = {
-        "raw": {key: value for key, value in dataset.raw.items() if key not in places},
-        "source": dataset.source,
-        "clean": dataset.clean,
-        "shards": dataset.shards,
-        "subwords": [*arguments(dataset.subwords), *flags],
-    }
+    settings = raw.settings_of(dataset)
+    settings |= {"shards": dataset.shards, "subwords": [*arguments(dataset.subwords), *flags]}
     text = {"raw/": _digests(folders.raw)}
     if source := _source():
         text["RAW"] = _digests(source)
@@ -129,14 +123,22 @@ def _prepare(dataset: Dataset, folders: Folders, flags: Sequence[str]) -> None:
         if flags:
             advice = "give RAW=folder with text to learn others"
             raise UsageError(f"{' '.join(flags)}: {archive} comes with its subwords; {advice}")
+        if dataset.clean:
+            advice = "leave it out, or give RAW=folder with text"
+            raise UsageError(f"`clean`: {archive} is used as its authors binarised it; {advice}")
         run(_adopted(dataset, folders, archive, source))
         return
     if source and not source.is_dir() and not dataset.raw.get("messages") and not dry_run():
         raise UsageError(
             f"RAW={source}: expected a folder with the text of {dataset.name}, such as an archive unpacked"
         )
+    if source and (elsewhere := dataset.source.get("datasets")):
+        text = f"`source.datasets` of {dataset.name} names its text, {elsewhere}"
+        raise UsageError(f"RAW={source}: {text}: leave one of them out")
     if source:
         raw.check_replaceable(folders.raw, [source])
+    elif folders.raw.exists():
+        raw.check_settings(dataset, folders.raw)
     text, tested = folders.raw, dataset.pairs
     partial = Path(f"{folders.binary}.partial")
     try:

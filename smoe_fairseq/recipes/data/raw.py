@@ -18,6 +18,7 @@ from typing import Any
 
 from smoe_fairseq.errors import UsageError
 from smoe_fairseq.files import whole_folder, write_whole
+from smoe_fairseq.forms import read_json
 from smoe_fairseq.recipes.data import readers
 from smoe_fairseq.recipes.data.faults import Faults
 from smoe_fairseq.recipes.data.normalization import plain
@@ -29,6 +30,7 @@ from smoe_fairseq.recipes.processes import warn
 
 SPLITS = ("train", "valid", "test")
 SHARED = "{split}.{pair}.{language}"
+SETTINGS = ".settings.json"  # in the folder of gathered text, see `settings_of`
 
 
 @dataclass(frozen=True)
@@ -105,9 +107,26 @@ def write(
                 counts[key] = count
                 advance(section.size)
         write_sizes(target, {pair: counts["train", pair]["kept"] for pair in dataset.pairs})
+        (partial / SETTINGS).write_text(json.dumps(settings_of(dataset), indent=2) + "\n", "utf-8")
         left_out = {pair: dict(counts["train", pair]) for pair in dataset.pairs}
         write_whole(target.with_name(LEFT_OUT), json.dumps(left_out, indent=2) + "\n")
     return counts
+
+
+def settings_of(dataset: Dataset) -> dict[str, Any]:
+    """The settings that gathered text depends on."""
+    places = ("url", "sha256", "archives")  # where the same text can be had
+    settings = {key: value for key, value in dataset.raw.items() if key not in places}
+    return {"raw": settings, "source": dataset.source, "clean": dataset.clean}
+
+
+def check_settings(dataset: Dataset, text: Path) -> None:
+    """Raise UsageError if text was gathered with other settings, or not gathered and to be cleaned."""
+    now = settings_of(dataset)
+    before = read_json(text / SETTINGS) if (text / SETTINGS).exists() else now | {"clean": {}}
+    if changed := next((key for key in now if before.get(key) != now[key]), None):
+        advice = "delete it to gather its text again, or give another folder with the text by RAW"
+        raise UsageError(f"{text} was not made with this `{changed}`: {advice}")
 
 
 def check_replaceable(target: Path, inputs: Iterable[Path]) -> None:
@@ -151,7 +170,8 @@ def _section(dataset: Dataset, source: Path, split: str, pair: str) -> Section |
     there = sorted(file.name for file in source.glob("[!.]*"))
     listed = ", ".join(there[:5]) + f" and {len(there) - 5:,} more" * (len(there) > 5)
     has = f"; it has {listed}, of other names or kinds" * bool(there)
-    raise UsageError(f"{missing}: {pair} needs one of these to {split}{has}")
+    needed = f"{pair} needs one of these, or files that `raw.files` names, to {split}"
+    raise UsageError(f"{missing}: {needed}{has}")
 
 
 def find(dataset: Dataset, source: Path, split: str, pair: str) -> Section | Path:

@@ -25,6 +25,7 @@ from smoe_fairseq.recipes.datasets import Dataset, naming_settings
 from smoe_fairseq.recipes.evaluation import generate, metrics, scores
 from smoe_fairseq.recipes.folders import (
     Folders,
+    checkpoint_file,
     fingerprints,
     run_method,
     run_name,
@@ -213,9 +214,9 @@ class Evaluation:
 def is_outdated(folder: Path) -> str:
     """The name of a run's checkpoint if it has changed since it was scored, else ""."""
     with suppress(UsageError, OSError):  # not scored, or its checkpoints are gone
-        name, contents = scores.checkpoint_of(folder)
-        which = name.removeprefix("checkpoint_").removesuffix(".pt").replace("_", ":")
-        return name if contents and contents != fingerprints(folder, which) else ""
+        which, contents = scores.checkpoint_of(folder)
+        if contents and contents != fingerprints(folder, which):
+            return checkpoint_file(folder, which).name
     return ""
 
 

@@ -110,9 +110,10 @@ def read(folder: Path) -> dict[str, Score]:
 
 
 def checkpoint_of(folder: Path) -> tuple[str, dict[str, str]]:
-    """The name and the `fingerprints` of the checkpoint that was scored; empty where they are unknown."""
+    """Which checkpoint was scored (best, ...), and its `fingerprints`; empty where they are unknown."""
     content = _content(folder)
-    return content.get("checkpoint", ""), content.get("contents", {})
+    name = content.get("checkpoint", "").removeprefix("checkpoint_").removesuffix(".pt")
+    return name.replace("_", ":"), content.get("contents", {})
 
 
 def test_checksums(dataset: Dataset, directions: Iterable[str]) -> dict[str, str]:
@@ -157,11 +158,22 @@ def _with_several(known: Mapping[str, set[str]]) -> list[str]:
     return [direction for direction, values in known.items() if len(values) > 1]
 
 
+def other_search(dataset: Dataset, folder: Path) -> str:
+    """The flags of a run's evaluation that differ from the data set's; raises UsageError as `read` does.
+
+    "without" begins those that the data set sets; what an older file does not say is not compared.
+    """
+    content, usual = _content(folder), flag_values(arguments(dataset.generate))
+    which, _ = checkpoint_of(folder)
+    used = flag_values(content["generate"].split()) if "generate" in content else usual
+    flags = [f"--checkpoint {which}"] if which not in ("", dataset.checkpoint) else []
+    flags += [f"{flag} {v}".strip() for flag, v in used.items() if usual.get(flag) != v]
+    return " ".join([*flags, *(f"without {flag}" for flag in usual if flag not in used)])
+
+
 def search_notes(dataset: Dataset, run: str) -> list[str]:
-    """A note on the run's search flags that differ from the data set's; raises UsageError as `read` does."""
-    usual = flag_values(arguments(dataset.generate))
-    used = flag_values(_content(Folders(dataset.name).runs / run).get("generate", "").split())
-    flags = " ".join(f"{flag} {v}".strip() for flag, v in used.items() if usual.get(flag) != v)
+    """A note on `other_search`, if it was another."""
+    flags = other_search(dataset, Folders(dataset.name).runs / run)
     return [f"{run}: translated with {flags}"] if flags else []
 
 

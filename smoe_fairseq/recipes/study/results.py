@@ -127,7 +127,10 @@ def are_saved(dataset: Dataset, name: str, words: Sequence[str], processes: int)
         limits = identity.limits(flag_values(arguments(recipe)) | typed)
     saved = {"method": method, "dictionary": about.get("dictionary"), "trained": limits}
     saved["flags"] = about.get("flags", {})
-    if difference := identity.other_settings(saved, words, processes, data):
+    difference = identity.other_settings(saved, words, processes, data)
+    if difference is None and (flags := scores.other_search(dataset, folder)):
+        difference = f"was evaluated with {flags}"
+    if difference:
         advice = "set RESULTS_DIR and RUN_DIR to other folders for a study with other settings"
         raise UsageError(f"{folder} {difference}: {advice}")
     return True
