@@ -53,6 +53,15 @@ def is_unspaced(name: str) -> bool:
     return language is not None and language.maximize().script in UNSPACED
 
 
+def bleu_tokenizer(name: str) -> str:
+    """sacreBLEU's tokenizer for BLEU into a language: as it advises; letters where words have no spaces."""
+    language, code = language_of(name), code_of(name)
+    if language and language.maximize().script in ("Hans", "Hant", "Hani"):
+        return "zh"
+    other = "char" if is_unspaced(name) else "13a"
+    return {"ja": "ja-mecab", "ko": "ko-mecab"}.get(code, other)
+
+
 def words_in(text: str) -> int:
     """The number of words; of letters in scripts without spaces between words, of syllables in Tibetan."""
     if text.isascii() or not _PERHAPS.search(text):

@@ -1,5 +1,6 @@
-"""The model of subwords beside the dictionaries, of sentencepiece or subword-nmt: found, read, checked."""
+"""Subwords beside the dictionaries, of sentencepiece or subword-nmt: found, read, checked; checksums."""
 
+import hashlib
 import io
 import re
 from collections import Counter
@@ -7,12 +8,36 @@ from contextlib import redirect_stderr
 from pathlib import Path
 
 from smoe_fairseq.errors import UsageError
-from smoe_fairseq.files import read_plain, read_text
+from smoe_fairseq.files import read_plain, read_text, write_whole
 from smoe_fairseq.forms import read_json
 
 NAMES = ("spm.model", "sentencepiece.bpe.model")  # of our recipes and of fairseq
 CODES = ("bpecodes", "code")  # of subword-nmt, named as by fairseq
 BEGINS_WORD = "\u2581"  # sentencepiece's mark for the beginning of a word
+SUMS = "dict.sha256"  # beside dictionaries, in the format of the program sha256sum
+
+
+def write_sums(folder: Path) -> None:
+    """Write the checksums of a folder's dictionaries, by which its text was binarised."""
+    files = sorted(folder.glob("dict*.txt"))
+    write_whole(folder / SUMS, "".join(f"{_sum(file)}  {file.name}\n" for file in files))
+
+
+def check_sum(dictionary: Path) -> None:
+    """Raise UsageError unless a dictionary is the one of `write_sums`, if its folder has checksums."""
+    if (sums := dictionary.parent / SUMS).exists():
+        known = dict(
+            reversed(line.split(maxsplit=1)) for line in read_text(sums).splitlines() if " " in line
+        )
+        if known.get(dictionary.name, "") not in ("", _sum(dictionary)):
+            advice = "restore it, or prepare the data again"
+            raise UsageError(
+                f"{dictionary} is not what it was when text was binarised by it: {advice}"
+            )
+
+
+def _sum(file: Path) -> str:
+    return hashlib.sha256(read_plain(file)).hexdigest()
 
 
 def read_subwords(path: Path | str):

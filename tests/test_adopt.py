@@ -1,5 +1,6 @@
 """The authors' archive: a small one of its layout, taken as it is, and refused where a part is missing."""
 
+import hashlib
 import io
 import json
 import shutil
@@ -91,6 +92,8 @@ def test_from_the_archive_to_scores(tmp_path, given, server, published, pieces):
     for language in ("eng", "nso", "msa"):
         assert binary.pop(f"dict.{language}.txt") == dictionary
     assert binary.pop("dict.txt") == dictionary
+    digest = hashlib.sha256(dictionary).hexdigest()
+    assert binary.pop("dict.sha256").count(digest.encode()) == 4
     assert binary.pop("spm.model") == (pieces / "spm.model").read_bytes()
     made = {
         name: binary.pop(name)

@@ -16,6 +16,7 @@ from test_expert_parallel_checkpoints import call, refusal
 from test_family_training import member_flags
 from test_training import train as train_smoe
 
+from smoe_fairseq.checkpoints import sets
 from smoe_fairseq.checkpoints.sets import Shards
 from smoe_fairseq.compat.checkpoint_names import rank_file
 from smoe_fairseq.recipes.folders import whole_checkpoint
@@ -137,6 +138,26 @@ def test_a_mean_is_of_the_last_checkpoints_whatever_their_times(run_of_one, tmp_
     (folder / names()[-1]).unlink()
     os.utime(folder / names()[-3], (1, 1))
     assert names()[-3] in lines()[-1]
+
+
+def test_a_folder_in_which_training_replaces_checkpoints(run_of_one, tmp_path, monkeypatch):
+    """The newest that are there when the first is opened are averaged."""
+    folder, original = tmp_path / "run", sets.weights_of
+    folder.mkdir()
+    for name in names((1, 2)):
+        shutil.copy(run_of_one / name, folder)
+
+    def weights_of(path):
+        if path.name == "checkpoint_1_1.pt":
+            shutil.copy(run_of_one / names()[2], folder)
+            path.unlink()
+        return original(path)
+
+    monkeypatch.setattr(sets, "weights_of", weights_of)
+    call("average", folder, "--last", 2, "--output", tmp_path / "mean.pt")
+    assert_is_mean(tmp_path / "mean.pt", [load(run_of_one / n)["model"] for n in names((2, 3))])
+    (folder / names()[2]).write_bytes(b"damaged")
+    assert names()[2] in refusal("average", folder, "--last", 2, "--output", tmp_path / "x.pt")
 
 
 def whole_model(path: Path) -> dict:

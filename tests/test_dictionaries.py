@@ -132,6 +132,15 @@ def test_languages_in_another_order(data, several):
     assert "H-0\t" in run("fairseq-generate", *given, "src,tgt").stdout
 
 
+def test_other_languages_than_those_of_the_training(ranks, data, several, tmp_path):
+    """Each of --langs is a word of the dictionary."""
+    words = [*MOE, *SEVERAL, "--langs", "src,tgt,de", "--finetune-from-model", several]
+    process = ranks.start(tmp_path, 1, data[0], "--save-dir", tmp_path / "new", *words, one=True)
+    assert process.wait() == [1]
+    last = process.output().strip().splitlines()[-1]
+    assert last.startswith("error: ") and "--langs" in last and str(data[0]) in last
+
+
 FAULTS = {  # of the files of a preparation: the change, and what is named
     "a dictionary that is not as the others": (
         lambda folder, other: (folder / "dict.tgt.txt").write_text("a 1\n"),

@@ -60,6 +60,7 @@ CHANGES = {  # a flag that is given now, and what the sentence names of the star
     "--seed=2": "--seed 1",
     "--lr 0.003": "--lr 0.002",
     "--moe-cmr": "--moe-cmr",
+    "--label-smoothing 0.2": "--label-smoothing 0.2",
     "-a smoe_transformer": "--arch smoe_transformer_tiny",
     "--max-tokens 2000": "= 8000",
     "--weight-decay -1": "--weight-decay -1",

@@ -10,7 +10,7 @@ from test_recipes import commands, write_dataset
 from smoe_fairseq.errors import UsageError
 from smoe_fairseq.recipes.evaluation import metrics, scores
 from smoe_fairseq.recipes.evaluation.generate import best_translations
-from smoe_fairseq.recipes.program_flags import arguments
+from smoe_fairseq.recipes.program_flags import arguments, flag_values
 
 REFERENCES = ["The cat, here  ", "猫坐在垫子上。", "one more line of text", "end"]
 TRANSLATIONS = ["The cat , here", "猫在垫子上。", "one line more of text ", "end"]
@@ -50,9 +50,15 @@ def test_translations_end_at_line_feeds_alone(tmp_path):
 
 def test_tokenizer_of_a_language():
     auto = {"tokenize": "auto"}
-    languages = ("zh", "zho_Hans", "zh-TW", "jpn", "ko", "de", "eng_Latn")
-    found = [metrics.tokenizer_of(auto, language) for language in languages]
-    assert found == ["zh", "zh", "zh", "ja-mecab", "ko-mecab", "13a", "13a"]
+    expected = {
+        "zh": "zh zho_Hans zh-TW cmn yue Chinese",
+        "ja-mecab": "jpn ja-JP",
+        "ko-mecab": "ko kor_Hang",
+        "char": "th lao_Laoo km mya_Mymr bo dz Tibetan",
+        "13a": "de eng_Latn hi xx",
+    }
+    for tokenizer, languages in expected.items():
+        assert {metrics.tokenizer_of(auto, x) for x in languages.split()} == {tokenizer}
     assert metrics.tokenizer_of({"tokenize": "flores200"}, "zh") == "flores200"
     assert metrics.tokenizer_of({"tokenize": False}, "zh") == "13a"  # sacreBLEU's own default
 
@@ -66,6 +72,31 @@ def test_directions_have_their_tokenizers(tmp_path, monkeypatch):
     with pytest.raises(UsageError, match=r"sacrebleu\[ja\]"):
         metrics.check_tokenizer({"tokenize": "auto"}, "ja")
     metrics.check_tokenizer({"tokenize": "auto"}, "zh")
+
+
+@pytest.mark.parametrize(
+    "settings, expected",
+    [
+        ({}, {"validate-sentences": "200", "best-checkpoint-metric": "chrf"}),
+        (
+            {"sentences": 7, "beam": 2, "metric": "bleu", "every": 11, "patience": 3},
+            {"validate-sentences": "7", "validate-beam": "2", "best-checkpoint-metric": "bleu"}
+            | {"validate-interval-updates": "11", "save-interval-updates": "11", "patience": "3"},
+        ),
+    ],
+)
+def test_settings_of_validation_by_translations(tmp_path, settings, expected):
+    train = {"arch": "smoe_transformer_tiny", "lr": 0.01, "max-tokens": 500, "max-update": 9}
+    own = {"pairs": ["en-fr"], "raw": {}, "train": train, "experts": 4}
+    own["validate"] = settings or {"metric": "chrf"}
+    given = write_dataset(tmp_path / "c", "own", **own)
+    shown = step_here("train", "own", "moe", cwd=tmp_path, DRY_RUN="1", FORECAST="0", **given)
+    (words,) = commands(shown, "fairseq-train")
+    flags = flag_values(words)
+    assert flags["--maximize-best-checkpoint-metric"] == ""
+    names = ("validate-sentences", "validate-beam", "best-checkpoint-metric", "patience")
+    names += ("validate-interval-updates", "save-interval-updates")
+    assert {n: flags[f"--{n}"] for n in names if f"--{n}" in flags} == expected
 
 
 def test_the_mean_of_the_last_checkpoints(tmp_path):

@@ -184,7 +184,7 @@ def test_a_bar_at_a_terminal(tmp_path, given, prepared):
     shown = os.read(terminal, 100_000).decode()  # while the other end is open: else it may be gone
     os.close(end)
     os.close(terminal)
-    size = sum(file.stat().st_size for file in (prepared / "raw").iterdir())
+    size = sum(file.stat().st_size for file in (prepared / "raw").glob("[!.]*"))
     assert re.search(rf"encode: +\d+%.*/{size / 1e6:.2f}M", shown) and "\r" in shown
 
 
@@ -301,10 +301,7 @@ def test_a_process_that_is_killed(tmp_path, endless):
     output, _ = process.communicate(timeout=HANGS)
     assert process.returncode == 1
     wait_until(lambda: all(map(ended, pids)))
-    assert output == (
-        "error: a worker process was killed, as the system does where memory runs out: "
-        "repeat with fewer WORKERS\n"
-    )
+    assert output.startswith("error: ") and output.count("\n") == 1 and "--workers" in output
     assert not list(tmp_path.glob("out*"))
 
 

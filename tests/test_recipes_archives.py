@@ -177,7 +177,7 @@ def test_m4_from_text(tmp_path, server, pair):
     result = recipe(tmp_path, *words, RAW=str(tmp_path / "text"), **given)
     assert result.returncode == 0, result.stdout + result.stderr
     raw = tmp_path / "data/m4/raw"
-    assert len(list(raw.iterdir())) == 6
+    assert len(list(raw.glob("[!.]*"))) == 6
     assert (raw / "train.eng-nso.nso").read_bytes() == sentences("nso", "train")
     assert (raw / "test.eng-nso.eng").read_bytes() == sentences("eng", "devtest")
     assert (raw / "valid.eng-nso.nso").read_bytes() == sentences("nso", "dev")

@@ -16,7 +16,7 @@ from types import SimpleNamespace
 
 import pytest
 import sacrebleu
-from commands import bash_torchrun, changed, contents, run_step, step_here
+from commands import PLUGIN, bash_torchrun, changed, contents, refused, run_step, step_here
 from commands import run as run_program
 from programs import wait_until
 from test_recipes import ROOT, commands, recipe, refusal, surroundings, table, write_dataset
@@ -61,6 +61,31 @@ def test_prepared_text_is_the_raw_text(tiny):
         assert decoded == [" ".join(x.split()) for x in open(folder / "text" / name, newline="\n")]
     assert not list(folder.glob("data/**/*.partial"))
     assert "prepared already" in results["again"].stdout
+
+
+@pytest.mark.parametrize("change", [sorted, lambda lines: lines[:20]], ids=["order", "size"])
+def test_a_dictionary_that_was_changed_since_is_refused(tiny, tmp_path, change):
+    """Wherever it is read: numbers in the binarised text would stand for other words."""
+    from fairseq.data import Dictionary
+
+    binary = shutil.copytree(tiny[0] / "data/tiny/bin", tmp_path / "bin")
+    changed = binary / "dict.en.txt"
+    assert len(Dictionary.load(str(changed))) > 24
+    changed.write_text("".join(change(changed.read_text().splitlines(True))))
+    words = [
+        binary,
+        "-s",
+        "en",
+        "-t",
+        "fr",
+        "--user-dir",
+        PLUGIN,
+        "--arch",
+        "smoe_transformer_tiny",
+    ]
+    words += ["--max-update", 1, "--max-tokens", 900, "--cpu", "--save-dir", tmp_path / "run"]
+    refused(run_program("fairseq-train", *words, check=False), changed)
+    Dictionary.load(str(binary / "dict.fr.txt"))
 
 
 def test_a_changed_data_set_is_not_prepared_already(tiny, tmp_path):
@@ -549,7 +574,8 @@ pathlib.Path("comet_runs").open("a").write(f"{{given.model}} {{given.gpus}}\\n")
 texts = [open(f).readlines() for f in (given.sources, given.translations, given.references)]
 segments = [dict(zip(("src", "mt", "ref"), map(str.strip, words))) for words in zip(*texts)]
 for segment in segments:
-    segment["COMET"] = {worth} * len(segment["src"]) / (len(segment["src"]) + len(segment["mt"]) + 1)
+    source, translation, reference = (len(segment[part]) for part in ("src", "mt", "ref"))
+    segment["COMET"] = {worth} * source / (source + translation + 2 * reference + 1)
 json.dump({{given.translations: segments}}, open(given.to_json, "w"))
 print("score: 1.0")
 """
@@ -577,12 +603,10 @@ def test_comet_scores_what_is_translated_already(scored):
     assert evaluated.returncode == 0, evaluated.stderr
     test = scored / "runs/tiny/smoe-2-2/test"
     for direction, score in result_of(scored / "runs/tiny/smoe-2-2")["scores"].items():
-        source = direction.split("-")[0]
-        lengths = [
-            [len(line) for line in file.read_text().splitlines()]
-            for file in (scored / f"data/tiny/raw/test.en-fr.{source}", test / f"{direction}.txt")
-        ]
-        each = [s / (s + t + 1) for s, t in zip(*lengths, strict=True)]
+        source, target = (scored / f"data/tiny/raw/test.en-fr.{x}" for x in direction.split("-"))
+        files = (source, test / f"{direction}.txt", target)
+        lengths = [[len(line) for line in file.read_text().splitlines()] for file in files]
+        each = [s / (s + t + 2 * r + 1) for s, t, r in zip(*lengths, strict=True)]
         points, signature = score["others"].pop("COMET")
         assert points == pytest.approx(100 * sum(each) / len(each))
         assert signature == "model:Unbabel/wmt22-comet-da"
@@ -608,6 +632,23 @@ def test_comet_scores_what_is_translated_already(scored):
     assert "COMET model:another" in compared and "sacreBLEU's COMET" not in compared
     (row,) = (line.split("|") for line in compared.splitlines() if line.startswith("| fr-en"))
     assert float(row[-2]) == pytest.approx(1 / 1001, abs=5e-4)
+
+
+def test_each_direction_has_its_scores_by_comet(tmp_path, monkeypatch):
+    """Of texts of different lengths; each line is scored with its own source and reference."""
+    monkeypatch.chdir(tmp_path)
+    write_comet(tmp_path)
+    texts, expected = {}, {}
+    for direction, lengths in (("de-en", [3, 1]), ("en-de", [2, 5, 4]), ("fr-en", [6])):
+        texts[direction] = tuple(tmp_path / f"{direction}{i}" for i in range(3))
+        for i, file in enumerate(texts[direction]):
+            file.write_text("".join("x" * (number + i) + "\n" for number in lengths))
+        expected[direction] = [n / (n + n + 1 + 2 * (n + 2) + 1) for n in lengths]
+    scores.Scorer((f"{tmp_path}/comet-score",), "m").score(texts, tmp_path)
+    for direction, each in expected.items():
+        found = json.loads((tmp_path / f"{direction}.comet.json").read_text())
+        assert found["sentences"] == pytest.approx(each)
+        assert found["score"] == pytest.approx(100 * sum(each) / len(each))
 
 
 def test_comet_that_is_missing_or_off_its_scale_is_refused(scored):

@@ -78,6 +78,28 @@ def test_all_starts_of_a_run_are_told(tmp_path, monkeypatch):
     assert told["untimed"] == "of two machines"
 
 
+def test_the_curve_of_a_run(tmp_path, monkeypatch):
+    """Words and seconds are totals: each line of the log has the means since the one before."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("RUN_DIR", "RESULTS_DIR"):
+        monkeypatch.delenv(name, raising=False)
+    run = tmp_path / "runs/multi30k/moe"
+    run.mkdir(parents=True)
+    lines = [
+        {"num_updates": 10, "nll_loss": 8.0, "wpb": 100, "wps": 50},
+        {"valid_nll_loss": 7.5, "valid_num_updates": 15},
+        {"num_updates": 25, "nll_loss": 6.0, "wpb": 200, "wps": 100},
+    ]
+    (run / "train.log").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    score = {"bleu": 30.0, "signature": "s", "sentences": 3}
+    (run / "scores.json").write_text(json.dumps({"scores": {"en-de": score}}))
+    study_results.save(load_dataset("multi30k"), "moe", "SEED=1 true")
+    (result,) = study_results.read("multi30k")
+    numbers = [[row[name] for name in ("update", "words", "seconds")] for row in result.curve]
+    assert numbers == [[10, 1000, 20], [15, 1000, 20], [25, 4000, 50]]
+    assert [row["validation_nll"] for row in result.curve] == [None, 7.5, None]
+
+
 def test_a_run_without_a_validation_is_not_saved(tmp_path, monkeypatch):
     """Every later report would fail by it."""
     monkeypatch.chdir(tmp_path)

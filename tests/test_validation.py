@@ -1,6 +1,8 @@
 """Validation by translations: scores in the log, the best checkpoint by them, early stopping that resumes."""
 
+import importlib.util
 import json
+import shutil
 
 import handmade
 import pytest
@@ -9,6 +11,7 @@ from commands import PLUGIN, hypotheses, run
 from sacrebleu.metrics import BLEU, CHRF
 
 BY_CHRF = ("--best-checkpoint-metric", "chrf", "--maximize-best-checkpoint-metric")
+JAPANESE = "ja-mecab" if importlib.util.find_spec("MeCab") else "char"
 SIZES = """--arch smoe_transformer_tiny --encoder-layers 2 --decoder-layers 2 --encoder-embed-dim 32
     --encoder-ffn-embed-dim 32 --smoe-strata 2-2 --criterion smoe_label_smoothed_cross_entropy
     --optimizer adam --lr 0.01 --max-tokens 400 --no-epoch-checkpoints --num-workers 0 --cpu
@@ -25,7 +28,14 @@ def validations(output: str) -> list[dict]:
     return [json.loads(line) for line in found]
 
 
-def test_scores_are_those_of_fairseqs_own_translations(corpus, tmp_path):
+@pytest.mark.parametrize("language, tokenizer", [("tgt", "13a"), ("th", "char"), ("ja", JAPANESE)])
+def test_scores_are_those_of_fairseqs_own_translations(corpus, tmp_path, language, tokenizer):
+    """As of any text into the language, but without MeCab by letters."""
+    data = tmp_path / "data"
+    data.mkdir()
+    for file in corpus.iterdir():
+        shutil.copy(file, data / file.name.replace("tgt", language))
+    corpus = data
     trained = bilingual(corpus, tmp_path, "--max-update", 20, "--validate-sentences", 9, *BY_CHRF)
     last = validations(trained.stdout)[-1]
     words = ["--path", tmp_path / "checkpoint_last.pt", "--user-dir", PLUGIN, "--cpu", "--beam", 1]
@@ -36,7 +46,7 @@ def test_scores_are_those_of_fairseqs_own_translations(corpus, tmp_path):
     references = [references[str(i)] for i in range(9)]
     chrf = CHRF(word_order=2).corpus_score(texts, [references]).score
     assert float(last["valid_chrf"]) == pytest.approx(chrf, abs=2e-3)
-    bleu = BLEU().corpus_score(texts, [references]).score
+    bleu = BLEU(tokenize=tokenizer).corpus_score(texts, [references]).score
     assert float(last["valid_bleu"]) == pytest.approx(bleu, abs=2e-3)
     best = torch.load(tmp_path / "checkpoint_best.pt", weights_only=False)
     scores = [float(each["valid_chrf"]) for each in validations(trained.stdout)]

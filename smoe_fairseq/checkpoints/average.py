@@ -152,13 +152,16 @@ def add_average_arguments(parser: ArgumentParser) -> None:
 
 
 def run_average(args: Namespace) -> None:
-    paths = select(args.paths, args.last, args.by)
-    sets.check_output(
-        [file for path in paths for file in files_read(path)],
-        [args.output],
-        args.force,
-    )
-    state = average(paths)
+    state, paths = None, select(args.paths, args.last, args.by)
+    while state is None:
+        read = [file for path in paths for file in files_read(path)]
+        sets.check_output(read, [args.output], args.force)
+        try:
+            state = average(paths)
+        except (UsageError, OSError):
+            before, paths = paths, select(args.paths, args.last, args.by)
+            if paths == before:  # else training has replaced some of them meanwhile
+                raise
     sets.write_converted(state, args.output, args.force)
     print(f"{args.output}: mean of {len(paths)} checkpoints, {paths[0]} to {paths[-1]}")
     if any(name.endswith(COUNTS) for name in state["model"]):

@@ -25,6 +25,7 @@ from smoe_fairseq.errors import UsageError
 from smoe_fairseq.flags import flag_of
 from smoe_fairseq.forms import Number, fault
 from smoe_fairseq.modules.parallel import Placement
+from smoe_fairseq.subwords import check_sum
 
 
 def open_checkpoint(path: Path | str) -> dict:
@@ -210,9 +211,10 @@ def dictionary_mismatch(path: Path | str, content: Mapping, task) -> str | None:
 
 @replaces("fairseq.data.dictionary:Dictionary.load")
 def remember_file(original, cls, f):
-    """Store the file's name as ``read_from``."""
+    """Store the file's name as ``read_from``, after comparing its checksum."""
     loaded = original(cls, f)
     if isinstance(f, str):
+        check_sum(Path(f))
         loaded.read_from = f
     return loaded
 

@@ -264,10 +264,13 @@ def check_checkpoint(model, state_dict) -> None:
         shape, loaded_shape = own[name], loaded.get(name, ())
         if loaded_shape[1:] == shape[1:] and loaded_shape != shape:
             side = model.get_submodule(name.removesuffix(".embed_tokens.weight"))
-            file = getattr(side.dictionary, "read_from", "the dictionary")
+            words, file = side.dictionary, getattr(side.dictionary, "read_from", "the dictionary")
+            # fairseq's tasks for several languages add their tokens at the end.
+            added = words.symbols[-1].startswith(("__", "<2", "[", "<mask>"))
             raise UsageError(
                 f"{file} makes {shape[0]} tokens, and the checkpoint has {loaded_shape[0]} in {name}: "
-                "expected the folder of its dictionaries (DATA, or --data)"
+                f"expected {'the --langs of its training, or ' if added else ''}the folder of its "
+                "dictionaries (DATA, or --data)"
             )
     name = next(n for n in sorted({**own, **loaded}) if own.get(n) != loaded.get(n))
     raise UsageError(

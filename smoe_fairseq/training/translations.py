@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from smoe_fairseq.errors import UsageError
+from smoe_fairseq.languages import bleu_tokenizer, is_unspaced
 from smoe_fairseq.subwords import has_nmt_pieces, has_pieces
 
 MAX_TOKENS = 4096  # of source in a batch, padding included
@@ -48,7 +49,6 @@ def scores(trainer, number: int, beam: int) -> dict[str, float]:
     """
     from fairseq import utils
     from fairseq.distributed import utils as distributed
-    from sacrebleu.metrics import BLEU, CHRF
 
     from smoe_fairseq.translate.search import BeamSearch, SearchOptions
 
@@ -56,12 +56,13 @@ def scores(trainer, number: int, beam: int) -> dict[str, float]:
     ranks, rank = trainer.data_parallel_world_size, trainer.data_parallel_rank
     if trainer.expert_placement is not None:
         ranks, rank = 1, 0
-    metrics = {"chrf": CHRF(word_order=2), "bleu": BLEU()}
     search = BeamSearch(task.target_dictionary, SearchOptions(beam=beam))
     model.eval()
     sums: list[dict[str, Tensor]] = []
+    metrics = {}
     subset = trainer.cfg.dataset.valid_subset.split(",")[0]
     for direction, batches in _batches(task, subset, number):
+        metrics = _metrics(direction[1])
         totals = {name: torch.zeros(_SIZES[name], dtype=torch.float64) for name in metrics}
         with _translating(task, direction):
             for i, sample in enumerate(batches):
@@ -84,6 +85,18 @@ def scores(trainer, number: int, beam: int) -> dict[str, float]:
         by_direction = [metric._compute_score_from_stats(row).score for row in total_DN.tolist()]
         result[name] = round(sum(by_direction) / len(by_direction), 3)
     return result
+
+
+def _metrics(language: str) -> dict:
+    """sacreBLEU's metrics into a language; of its letters where it has no spaces, if MeCab is missing."""
+    from sacrebleu.metrics import BLEU, CHRF
+
+    tokenizer = bleu_tokenizer(language)
+    try:
+        bleu = BLEU(tokenize=tokenizer)
+    except (ImportError, RuntimeError):
+        bleu = BLEU(tokenize="char" if is_unspaced(language) else "13a")
+    return {"chrf": CHRF(word_order=2), "bleu": bleu}
 
 
 # Lengths of sacreBLEU's statistics: three counts for each of 6 orders of letters and 2 of words; matches and

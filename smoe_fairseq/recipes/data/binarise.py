@@ -36,7 +36,7 @@ from smoe_fairseq.recipes.data.text_files import Chunk, chunks, map_chunks
 from smoe_fairseq.recipes.datasets import Dataset, both_orders
 from smoe_fairseq.recipes.folders import shard_folders
 from smoe_fairseq.recipes.processes import warn
-from smoe_fairseq.subwords import read_subwords
+from smoe_fairseq.subwords import read_subwords, write_sums
 
 SUFFIXES = ("bin", "idx")
 SPECIAL = ("<s>", "<pad>", "</s>", "<unk>")  # the first entries of every dictionary of fairseq
@@ -72,6 +72,8 @@ def binarise(
             Path(copy).write_bytes(read_plain(dictionary))
         pairs = zip(partials[len(copies) :: 2], partials[len(copies) + 1 :: 2], strict=True)
         counts = binarise_files(vocabulary, dict(zip(files.values(), pairs, strict=True)), workers)
+    for shard in shards:
+        write_sums(shard)
     print(f"{output}: {len(files)} files, {counts}", flush=True)
 
 
@@ -332,6 +334,7 @@ class _Archive:
         # Existing files may be links to the user's, so they are not rewritten.
         for name in set(names) - contents.keys():
             (self.numbers / name).write_bytes(contents[first])
+        write_sums(self.numbers)
 
     def count(self, pair: str) -> int:
         """The number of training sentences; raises UsageError if there is no training or validation text."""

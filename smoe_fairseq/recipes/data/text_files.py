@@ -162,7 +162,8 @@ def workers_for(make: Callable, *arguments: Any, count: int) -> Iterator[Callabl
         yield partial(pool.submit, _work)
     except BrokenProcessPool:
         killed = "a worker process was killed, as the system does where memory runs out"
-        raise UsageError(f"{killed}: repeat with fewer WORKERS") from None
+        fewer = "repeat with fewer (--workers; of an evaluation, --jobs)"
+        raise UsageError(f"{killed}: {fewer}") from None
     except BaseException:  # do not wait for the current units, which may take hours
         for process in (pool._processes or {}).copy().values():
             process.terminate()

@@ -7,26 +7,19 @@ from collections.abc import Sequence
 
 from smoe_fairseq.errors import UsageError, quietly
 from smoe_fairseq.flags import refusing_flags
+from smoe_fairseq.languages import bleu_tokenizer
 from smoe_fairseq.recipes.evaluation import scores
 from smoe_fairseq.recipes.program_flags import Flags, arguments
 
 AUTO = "auto"  # value of `sacrebleu.tokenize`: by target language
 DEFAULT = "13a"
-# sacreBLEU's tokenizers for languages without spaces between words, by ISO 639-1 and -3 codes, and the extra
-# of sacreBLEU that each needs.
-_BY_LANGUAGE = {
-    **dict.fromkeys(("zh", "zho", "cmn", "yue"), ("zh", "")),
-    **dict.fromkeys(("ja", "jpn"), ("ja-mecab", "ja")),
-    **dict.fromkeys(("ko", "kor"), ("ko-mecab", "ko")),
-}
-_MODULES = {"ja": "MeCab", "ko": "mecab_ko"}
+_MODULES = {"ja-mecab": "MeCab", "ko-mecab": "mecab_ko"}  # of sacreBLEU's extras ja and ko
 
 
 def tokenizer_of(settings: Flags, language: str) -> str:
     """The tokenizer of BLEU into a language: the data set's, unless that is `AUTO`."""
     own = str(settings.get("tokenize") or DEFAULT)
-    code = language.replace("_", "-").partition("-")[0].lower()
-    return _BY_LANGUAGE.get(code, (DEFAULT, ""))[0] if own == AUTO else own
+    return bleu_tokenizer(language) if own == AUTO else own
 
 
 def flags_for(settings: Flags, language: str, metric: str) -> Flags:
@@ -45,12 +38,11 @@ def check_tokenizer(settings: Flags, language: str) -> None:
     metrics = parsed(settings | {"tokenize": chosen}).metrics
     if "bleu" not in metrics:
         raise UsageError(f"--metrics {' '.join(metrics)}: expected bleu among them")
-    for name, extra in set(_BY_LANGUAGE.values()):
-        if chosen == name and extra and importlib.util.find_spec(_MODULES[extra]) is None:
-            raise UsageError(
-                f"sacreBLEU's tokenizer {name}, for {language}, is not installed: "
-                f"pip install 'sacrebleu[{extra}]', or set `sacrebleu: {{tokenize: char}}` in the data set"
-            )
+    if chosen in _MODULES and importlib.util.find_spec(_MODULES[chosen]) is None:
+        raise UsageError(
+            f"sacreBLEU's tokenizer {chosen}, for {language}, is not installed: "
+            f"pip install 'sacrebleu[{chosen[:2]}]', or set `sacrebleu: {{tokenize: char}}` in the data set"
+        )
 
 
 def score(translations: Sequence[str], references: Sequence[str], settings: Flags) -> str:
