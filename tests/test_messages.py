@@ -36,7 +36,7 @@ def given(tmp_path):
         "valid": {"share": 0.1, "most": 20},
         "test": {"share": 0.2, "most": 30},
     }
-    raw = SETTINGS | {"messages": messages, "codes": {"ptbr": "pt-BR"}}
+    raw = SETTINGS | {"messages": messages, "codes": {"ptbr": "pt_br"}}
     return write_dataset(tmp_path / "configs", "tiny", pairs=["en-cy", "en-ptbr"], raw=raw)
 
 
@@ -160,7 +160,7 @@ def test_marks_of_the_interface_are_taken_off(message, text):
     "files, words",
     [
         ({"po/cy.po": message("one two three", "un dau tri")}, "translations/source/LANGUAGE"),
-        ({f"translations/source/{code}/a.po": "" for code in ("cy", "sl")}, "pt-BR"),
+        ({f"translations/source/{code}/a.po": "" for code in ("cy", "sl")}, "pt_br"),
         (
             {f"translations/source/{code}/a.po": message("One", "Un") for code in ("cy", "pt-BR")},
             "en-cy",

@@ -234,7 +234,8 @@ def _tab_separated(path: Path, languages: Languages) -> Iterator[Pair]:
             names = tuple(cell.strip(' "') for cell in cells)  # as spreadsheets write them
             if places := _places(languages, names):
                 continue
-            orders = (tuple(part.split("-")) for part in path.name.split("."))
+            parts = path.name.split(".")
+            orders = (tuple(part.split("-")) for part in parts if part.count("-") == 1)
             named = next(filter(None, (_places(languages, order) for order in orders)), None)
             if are_languages(names) or columns != 2 or named is None:
                 expected = f"names of columns, with {languages} among them"
