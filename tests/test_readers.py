@@ -234,6 +234,17 @@ def test_entities_of_a_translation_memory_are_refused(tmp_path, value):
         list(readers.pairs(dict.fromkeys(("en", "ha"), tmp_path / "a.tmx")))
 
 
+@pytest.mark.parametrize("split", ["valid", "test"])
+def test_overlap_is_with_either_split(tmp_path, dataset, split):
+    for name, numbers in {"train": range(9), "valid": [97], "test": [98], split: [3]}.items():
+        for language in ("en", "ha"):
+            text = "".join(f"{language} {i}\n" for i in numbers)
+            (tmp_path / f"{name}.en-ha.{language}").write_text(text)
+    gather(dataset(clean={"overlap": "drop"}), tmp_path, tmp_path / "raw")
+    kept = lines(tmp_path / "raw", "train.en-ha.en")
+    assert kept == [f"en {i}" for i in range(9) if i != 3]
+
+
 @pytest.mark.parametrize(
     "files",
     ["ECB.{pair}.{language}", {s: "ECB.{pair}.{language}" for s in ("train", "valid", "test")}],
