@@ -237,7 +237,7 @@ def flow_panel(ax, counts: Counts) -> None:
         end = 0 if column < out else 1
         total = sum(share for move, share in moves.items() if move[end] == column)
         ax.fill_between([column - WIDTH, column + WIDTH], 1 - total, 1, color="black", lw=0)
-        name = "out" if column == out else f"stratum {column}"
+        name = "out" if column == out else f"stratum {column + 1}"
         ax.text(column, 1.02, f"{name}\n{total:.0%}", ha="center", va="bottom", fontsize=8)
     ax.set_xlim(-0.45, out + 0.45)
     ax.set_ylim(-0.02 - GAP, 1.14)

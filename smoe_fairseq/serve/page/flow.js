@@ -33,7 +33,7 @@ export function flow(side, layer, width, chosen) {
   svg.append(shape("text", { class: "head label", x: labels - 12, y: 29 }, "tokens"));
   layer.strata.forEach((_, stratum) => {
     const stops = layer.stops.filter((way) => way.some((stop) => stop.stratum === stratum)).length;
-    const name = narrow ? stratum : `stratum ${stratum}`;
+    const name = narrow ? stratum + 1 : `stratum ${stratum + 1}`;
     svg.append(shape("text", { class: "head", x: x(stratum), y: 14 }, name));
     svg.append(shape("text", { class: "head", x: x(stratum), y: 29 }, `${stops}/${side.tokens.length}`));
     svg.append(shape("line", { class: "bar", x1: x(stratum), x2: x(stratum), y1: HEAD, y2: end }));
@@ -83,7 +83,7 @@ function path(stops, y, strata, x) {
 function summary(layer) {
   const counts = layer.strata.map((_, stratum) => {
     const stops = layer.stops.filter((way) => way.some((stop) => stop.stratum === stratum)).length;
-    return `${stops} at stratum ${stratum}`;
+    return `${stops} at stratum ${stratum + 1}`;
   });
   return `Of ${layer.stops.length} tokens stop ${counts.join(", ")}`;
 }

@@ -100,10 +100,10 @@ export function detailsOf(side, layers, index) {
     layer.strata.forEach((size, stratum) => {
       const stop = stops.find((each) => each.stratum === stratum);
       const cell = element("td");
-      if (!stop) cell.append("passed by");
+      if (!stop) cell.append("skipped");
       else if (!stop.experts.length) cell.append("no expert");
       else cell.append(...stop.experts.map(share));
-      const head = element("th", { scope: "row", textContent: `stratum ${stratum}` });
+      const head = element("th", { scope: "row", textContent: `stratum ${stratum + 1}` });
       table.append(element("tr", {}, head, cell));
     });
     parts.push(element("h5", { textContent: count }), table);
