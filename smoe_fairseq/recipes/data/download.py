@@ -219,8 +219,8 @@ def _cut_off(path: Path) -> str | None:
                     pass
             if path.name.endswith(".zip.part"):
                 zipfile.ZipFile(path).close()
-    except UsageError as error:
-        return f"no end as expected: {error}"
+    except UsageError:
+        return "no end as expected: it is cut off, or damaged"
     return None
 
 
