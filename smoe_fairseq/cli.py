@@ -11,6 +11,7 @@ import smoe_fairseq
 from smoe_fairseq.compat import require_fairseq
 from smoe_fairseq.ending import exit_on_signals, flush_stdout
 from smoe_fairseq.errors import ends_with_sentence, quietly
+from smoe_fairseq.plugins import import_named_plugins
 from smoe_fairseq.recipes.commands import RECIPES, CommandParser, add_arguments
 
 # NAME: (module, one line of help). The module has `add_NAME_arguments(parser)` and `run_NAME(args)`,
@@ -79,6 +80,7 @@ def main(argv: list[str] | None = None) -> int:
     selected = argv[0] if argv else None
     if selected in (*COMMANDS, *RECIPES):
         require_fairseq()
+        import_named_plugins()
     for name, (module, summary) in COMMANDS.items():
         subparser = subparsers.add_parser(name, help=summary, description=summary)
         if name == selected:

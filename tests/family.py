@@ -16,6 +16,7 @@ FAMILY = {
     "expert-choice": "--smoe-strata 8 --moe-gate expert-choice --moe-capacity-factor 2",
     "residual": "--smoe-strata 8 --moe-top-k 1 --moe-residual",
     "shared": "--smoe-strata 8 --moe-top-k 3 --moe-shared-experts 2 --moe-expert-ffn-dim 32",
+    "gated": "--smoe-strata 8 --activation-fn swiglu --moe-shared-experts 1",
     "bias": "--smoe-strata 4-4 --moe-balance bias --moe-second-expert-policy all --moe-bias-step 0.01",
     "sigmoid": "--smoe-strata 4-4 --moe-scores sigmoid --moe-balance bias "
     "--moe-second-expert-policy all --moe-bias-step 0.01",

@@ -10,9 +10,23 @@ import reference_gates as gates
 import torch
 
 
+def activated(params, h):
+    """With a gated activation, the second half of the numbers times the activated first half."""
+    gated = params.get("gated")
+    if gated is None:
+        return torch.relu(h)
+    half = len(h) // 2
+    gate = {
+        "swiglu": h[:half] * torch.sigmoid(h[:half]),
+        "geglu": h[:half] * (1 + torch.erf(h[:half] / math.sqrt(2))) / 2,
+        "reglu": torch.relu(h[:half]),
+    }[gated]
+    return gate * h[half:]
+
+
 def ffn(params, expert, x):
     h = params["experts.w1"][expert] @ x + params["experts.b1"][expert]
-    return params["experts.w2"][expert] @ torch.relu(h) + params["experts.b2"][expert]
+    return params["experts.w2"][expert] @ activated(params, h) + params["experts.b2"][expert]
 
 
 def layer_norm(params, index, x):
@@ -22,7 +36,7 @@ def layer_norm(params, index, x):
 
 
 def network(params, name, x):
-    h = torch.relu(params[f"{name}.fc1.weight"] @ x + params[f"{name}.fc1.bias"])
+    h = activated(params, params[f"{name}.fc1.weight"] @ x + params[f"{name}.fc1.bias"])
     return params[f"{name}.fc2.weight"] @ h + params[f"{name}.fc2.bias"]
 
 
@@ -151,6 +165,7 @@ def reference(
     scores="softmax",
     copies=0,
     earlier=None,
+    gated=None,
 ):
     """x (T, D), padding (T,); of each token also ids and sentences, of each expert and gate a bias.
 
@@ -158,6 +173,7 @@ def reference(
 
     Returns y, balance loss, requested capacity, dropped {(stratum, t, k)}, tokens of each stratum.
     """
+    params = {**params, "gated": gated}
     sizes = [int(size) for size in strata.split("-")]
     num_strata = max(len(sizes), chain)
     fixed = stacked or chain > 1  # all tokens go from each gate to the next

@@ -119,6 +119,48 @@ def test_naive_stacking_agrees_with_plain_loops(strata, execution, padding):
     assert [gate.weight.shape[0] for gate in block.gates] == list(block.strata.sizes)
 
 
+@pytest.mark.parametrize("padding", PADDING)
+@pytest.mark.parametrize("execution", ["per-expert", "grouped"])
+@pytest.mark.parametrize("gated", ["swiglu", "geglu", "reglu"])
+def test_gated_experts_agree_with_plain_loops(gated, execution, padding):
+    x, mask = make_input(padding)
+    for strata, more in (("4-4", {}), ("4", {"shared_experts": 2, "residual": True})):
+        block = make_block(strata, activation_fn=gated, capacity_factor=1.0, **more)
+        block.execution = execution
+        assert_agrees(block, x, mask, gated=gated, capacity_factor=1.0)
+    assert block.experts.w1.shape == (4, 2 * F, D)
+
+
+@pytest.mark.parametrize("name, normalization", [("Olmoe", "none"), ("Qwen3Moe", "before-drop")])
+def test_gated_experts_are_those_of_transformers(name, normalization):
+    """A vanilla layer without norm and biases, the weights copied."""
+    folder = {"Olmoe": "olmoe", "Qwen3Moe": "qwen3_moe"}[name]
+    module = pytest.importorskip(f"transformers.models.{folder}.modeling_{folder}")
+    config = getattr(module, f"{name}Config")(
+        hidden_size=D,
+        intermediate_size=F,
+        moe_intermediate_size=F,
+        num_experts=8,
+        num_experts_per_tok=3,
+        norm_topk_prob=normalization != "none",
+    )
+    theirs = getattr(module, f"{name}SparseMoeBlock")(config)
+    ours = StratifiedMoE(
+        D, F, "8", top_k=3, activation_fn="swiglu", gate_normalization=normalization
+    )
+    for parameter in theirs.parameters():
+        torch.nn.init.normal_(parameter, std=0.5)
+    with torch.no_grad():
+        ours.experts.w1.copy_(theirs.experts.gate_up_proj)
+        ours.experts.w2.copy_(theirs.experts.down_proj)
+        ours.experts.b1.zero_()
+        ours.experts.b2.zero_()
+        ours.gates[0].weight.copy_(theirs.gate.weight)
+        x = torch.randn(2, 7, D)
+        want = theirs(ours.layer_norms[0](x))
+        assert torch.allclose(ours.eval()(x)[0] - x, want, atol=1e-5)
+
+
 @pytest.mark.parametrize("execution", ["per-expert", "grouped"])
 @pytest.mark.parametrize("top_k", [1, 2])
 @pytest.mark.parametrize("strata", ["8", "2-2-2-2"])
@@ -381,7 +423,7 @@ def test_recomputation_takes_the_way_of_the_first_pass(types, execution):
 
 @pytest.mark.parametrize("execution", ["per-expert", "grouped"])
 @pytest.mark.parametrize("dropout", [0.0, 0.4])
-@pytest.mark.parametrize("name", ["relu", "gelu", "SiLU", "PReLU"])
+@pytest.mark.parametrize("name", ["relu", "gelu", "SiLU", "PReLU", "swiglu", "reglu"])
 def test_gradient_of_the_activation(name, dropout, execution):
     """By finite differences, of the activation's parameters too, which all experts share."""
     torch.manual_seed(0)

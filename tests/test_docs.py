@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from commands import run_python
+from commands import run, run_python
 
 from smoe_fairseq.criterions import smoe_label_smoothed_cross_entropy as criterion
 from smoe_fairseq.models import SMoETransformerModel
@@ -170,23 +170,21 @@ def test_the_commands_of_the_tasks(tmp_path):
 
 
 def test_the_gate_of_the_tasks(tmp_path):
-    """The file and the line that docs/tasks.md adds, in a copy of the package."""
+    """The file and the method that docs/tasks.md adds, outside of the package."""
     page = (ROOT / "docs/tasks.md").read_text("utf-8")
-    (code,) = re.findall(
-        r"```python\n# smoe_fairseq/(modules/gates/\w+\.py)\n(.*?)```", page, re.DOTALL
-    )
-    package = tmp_path / "smoe_fairseq"
-    ignored = shutil.ignore_patterns("__pycache__")
-    shutil.copytree(ROOT / "smoe_fairseq", package, ignore=ignored)
-    (package / code[0]).write_text(code[1])
-    gates = package / "modules/gates/__init__.py"
-    (line,) = re.findall(r'`("cosine": \w+)`', page)
-    text = gates.read_text().replace("GATES = {", f"GATES = {{\n    {line},")
-    gates.write_text(f"from smoe_fairseq.modules.gates.cosine import CosineGate\n{text}")
+    (code,) = re.findall(r"```python\n# cosine.py\n(.*?)```", page, re.DOTALL)
+    (method,) = re.findall(r"```yaml\n(plugins:.*?)```", page, re.DOTALL)
+    configs = tmp_path / "configs"
+    shutil.copytree(ROOT / "configs", configs)
+    (configs / "cosine.py").write_text(code)
+    (configs / "methods/moe-cosine.yaml").write_text(method)
+    words = ("train", "phrasebook", "moe-cosine", "--dry-run", "--gpus", "0")
+    said = run("smoe", *words, cwd=tmp_path, CONFIG_DIR=str(configs)).stdout
+    assert f":{configs / 'cosine.py'}" in said and "--moe-gate cosine" in said
     program = """
 import sys
 sys.path.insert(0, sys.argv[1])
-import torch
+import cosine, torch
 from smoe_fairseq.modules import StratifiedMoE
 torch.manual_seed(0)
 block = StratifiedMoE(16, 32, strata="2-2", gate="cosine")
@@ -202,7 +200,7 @@ with torch.inference_mode():
     y, _ = block(x, with_stats=False)
     assert torch.allclose(y, block(x)[0], atol=1e-6)
 """
-    done = run_python(program, tmp_path)
+    done = run_python(program, configs)
     assert done.returncode == 0, done.stdout
 
 

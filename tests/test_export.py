@@ -37,7 +37,7 @@ def sparse(small_corpus, tmp_path_factory) -> Path:
     """With other strata in the encoder than in the decoder, and what is no default."""
     folder = tmp_path_factory.mktemp("sparse")
     strata = ("--smoe-strata", "2-2", "--encoder-smoe-strata", 8, "--decoder-moe-freq", 1)
-    more = ("--moe-top-k", 2, "--moe-gate-normalization", "none", "--activation-fn", "gelu")
+    more = ("--moe-top-k", 2, "--moe-gate-normalization", "none", "--activation-fn", "geglu")
     train_smoe(small_corpus, folder, *strata, *more, "--max-update", 2)
     return folder / "checkpoint_last.pt"
 

@@ -281,7 +281,7 @@ OPTIONS = {
         "decoder_learned_pos": True,
         "max_source_positions": 20,
     },
-    "apart": {"share_all_embeddings": False, "encoder_embed_dim": 24, "activation_fn": "gelu"},
+    "apart": {"share_all_embeddings": False, "encoder_embed_dim": 24, "activation_fn": "swiglu"},
     "threshold": {"moe_gate": "threshold"},
     "depths": {"moe_gate": "depths"},
     "gate residual": {"moe_gate_residual": "layers", "encoder_moe_freq": 1},

@@ -20,6 +20,7 @@ OPTIONS = {
     "sigmoid": {"scores": "sigmoid", "second_expert_policy": "all"},
     "switch": {"top_k": 1},
     "gelu": {"activation_fn": "gelu"},
+    "geglu": {"activation_fn": "geglu"},
 }
 STRATA = ("8", "4-4", "2-2-2-2", "0-3-5")
 GENERAL = {

@@ -29,7 +29,8 @@ LAYERS = {
     "subwords": {"errors", "files", "forms"},
     "host_memory": set(),
     "languages": set(),
-    "compat": {"errors", "files", "forms"},
+    "plugins": {"errors"},
+    "compat": {"errors", "files", "forms", "plugins"},
     "modules": set(),
     "translate": {"errors", "files", "flags", "forms", "languages", "modules"},
     "models": {
@@ -69,6 +70,7 @@ LAYERS[ROOT] = {"compat"}
 # The one list of names of higher layers: what the plugin adds to fairseq, imported only with it.
 NAMED_BY_COMPAT = (Path("compat/__init__.py"), "ADDITIONS")
 WITHOUT_FAIRSEQ = (
+    "plugins",
     *("ending", "errors", "files", "flags", "forms", "host_memory", "huggingface"),
     *("languages", "locks", "modules", "subwords"),
 )

@@ -238,6 +238,6 @@ def copies_per_stop(block: StratifiedMoE, measured: float | None = None) -> floa
 def _part(name: str) -> str | None:
     if "attn." in name:
         return "attention"
-    if name.endswith((".fc1", ".fc2")):
+    if name.endswith((".fc1", ".fc2")) or ".moe.extra." in name:
         return "ffn"
     return "output" if name.endswith("output_projection") else None  # the rest: gates

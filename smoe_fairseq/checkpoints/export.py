@@ -22,6 +22,7 @@ from smoe_fairseq.compat.checkpoint_names import files_read
 from smoe_fairseq.errors import UsageError, quietly
 from smoe_fairseq.files import whole_folder
 from smoe_fairseq.models.hub import data_of, text_settings
+from smoe_fairseq.modules.activation import GATED
 
 _CRITERION = "label_smoothed_cross_entropy"
 
@@ -40,7 +41,10 @@ def as_stock(path: Path) -> dict:
         raise UsageError(f"{path} holds fairseq's transformer already; expected a smoe_transformer")
     if not state.get("cfg"):
         raise UsageError(f"{path} has no cfg, where fairseq 0.12.2 keeps the options")
-    model = Namespace(**transformer_options(path, state), arch=STOCK, _name=STOCK)
+    options = transformer_options(path, state)
+    if options.get("activation_fn") in GATED:
+        raise UsageError(f"{path}: --activation-fn {options['activation_fn']}: fairseq has none")
+    model = Namespace(**options, arch=STOCK, _name=STOCK)
     ARCH_CONFIG_REGISTRY[STOCK](model)
     state["cfg"] = _plain_config(state, model)
     state["args"] = None

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from smoe_fairseq.checkpoints import huggingface_m2m_export as m2m
 from smoe_fairseq.checkpoints.content import fingerprint
-from smoe_fairseq.checkpoints.io import dictionary_mismatch, values_of
+from smoe_fairseq.checkpoints.io import PLUGINS, dictionary_mismatch, values_of
 from smoe_fairseq.checkpoints.model import LOSS_WEIGHTS, check_fit, known_options, plain_config
 from smoe_fairseq.checkpoints.sets import weights_of
 from smoe_fairseq.checkpoints.tensors import blocks, save_tensors, to_half, unique_tensors
@@ -22,6 +22,7 @@ from smoe_fairseq.files import read_plain, whole_folder
 from smoe_fairseq.forms import IDENTITY, SCORES, read_json
 from smoe_fairseq.models import hub
 from smoe_fairseq.models.options import SMoETransformerConfig
+from smoe_fairseq.modules.losses import parse_weights
 from smoe_fairseq.subwords import checked_subwords, has_nmt_pieces
 
 WEIGHTS = "model.safetensors"
@@ -75,6 +76,8 @@ def write_huggingface(run: Path, output: Path, force: bool, half: bool, data: Pa
     search["decoder_start_token_id"] = config.decoder_start_token_id
     search["forced_eos_token_id"] = config.eos_token_id  # at the maximum length
     search["max_length"] = min(search["max_length"], options["max_target_positions"])
+    for part, module in getattr(config, "plugins", {}).items():
+        print(f"{output}: its {part} is of {module}; import that before from_pretrained")
     with whole_folder(output, force, f"--output {output}") as partial:
         save_tensors(tensors, str(partial / WEIGHTS))
         config.save_pretrained(partial)
@@ -158,6 +161,8 @@ def _config_of(options: Mapping, state: Mapping, task):
         vocab_size=len(target),
         source_vocab_size=len(source),
         moe_blocks=moe,
+        moe_losses=parse_weights(criterion.get("moe_losses") or ""),
+        plugins=dict(state.get(PLUGINS, {})),
         bos_token_id=target.bos(),
         pad_token_id=target.pad(),
         eos_token_id=target.eos(),
@@ -240,6 +245,7 @@ def _example(config, tokenizer) -> tuple[list[str], str, str, str, str]:
     if len(pairs) <= 20:
         kind += f"; {', '.join(tokenizer.lang_pairs)}"
     before = "import smoe_fairseq.huggingface  # makes the Auto classes know the model\n"
+    before += "".join(f"import {module}\n" for module in dict.fromkeys(config.plugins.values()))
     choice = forced = ""
     if tokenizer.language_tokens:
         choice = 'tokenizer.src_lang, tokenizer.tgt_lang = "{}", "{}"\n'.format(*pairs[0])

@@ -16,6 +16,7 @@ from smoe_fairseq.checkpoints.huggingface_m2m_text import CODES, FIRST, LANGUAGE
 from smoe_fairseq.checkpoints.model import SIDES, check_fit
 from smoe_fairseq.checkpoints.sets import UNSET
 from smoe_fairseq.files import read_plain
+from smoe_fairseq.modules.activation import GATED
 from smoe_fairseq.subwords import checked_subwords, read_subwords
 
 _PLAIN = {  # what the class of transformers supports
@@ -54,6 +55,8 @@ class Text:
         if args.langtoks["main"] != ("src", "tgt") or args.lang_tok_style != "multilingual":
             return None
         if options["encoder_embed_dim"] != options["decoder_embed_dim"]:
+            return None
+        if options["activation_fn"] in GATED:
             return None
         symbols = task.source_dictionary.symbols
         if symbols != task.target_dictionary.symbols or symbols[:4] != FIRST:

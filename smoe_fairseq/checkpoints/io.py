@@ -25,6 +25,7 @@ from smoe_fairseq.errors import UsageError
 from smoe_fairseq.flags import flag_of
 from smoe_fairseq.forms import Number, fault
 from smoe_fairseq.modules.parallel import Placement
+from smoe_fairseq.modules.registry import missing_plugin
 from smoe_fairseq.subwords import check_sum
 
 
@@ -105,6 +106,16 @@ class Record:
         raise UsageError(f"{path}: its {RECORD} is damaged, or of a later version")
 
 
+def check_plugins(path: Path | str, state: Mapping) -> None:
+    """Raise UsageError if the checkpoint's model has a part of a plugin that is not imported.
+
+    Nothing is imported because a checkpoint names it.
+    """
+    plugins = state.get(PLUGINS)
+    if isinstance(plugins, Mapping) and (sentence := missing_plugin(plugins)):
+        raise UsageError(f"{path}: {sentence}")
+
+
 def values_of(part) -> Mapping:
     """The settings in a part of a checkpoint's config, a mapping or a namespace; else empty."""
     return part if isinstance(part, Mapping) else getattr(part, "__dict__", {})
@@ -161,6 +172,7 @@ def check_set(records: Mapping[Path, Record | None]) -> None:
 # A dictionary of the same size with other words, or in another order, fits all tensors: without this check
 # the model would silently process the wrong words. With another size, loading fails anyway.
 
+PLUGINS = "smoe_plugins"  # key of a result of `plugins_of`
 DICTIONARIES = "smoe_dictionaries"  # their key in a checkpoint
 
 
@@ -240,6 +252,8 @@ def compare_when_loaded(original, *arguments, **options):
         for name in bound["filenames"]
     ]
     contents = [bound["state"] or content_of(path) for path in paths]
+    for path, content in zip(paths, contents):
+        check_plugins(path, content)
     others = other_flags(contents[0], bound["task"])
     overrides = bound["arg_overrides"] or {}
     # fairseq-validate overrides settings by all its flags; other commands by --model-overrides alone.

@@ -10,7 +10,7 @@ from fairseq.data import Dictionary
 from fairseq.models import ARCH_CONFIG_REGISTRY, ARCH_MODEL_INV_REGISTRY
 from torch import Tensor
 
-from smoe_fairseq.checkpoints.io import values_of
+from smoe_fairseq.checkpoints.io import check_plugins, values_of
 from smoe_fairseq.errors import UsageError, naming_file
 from smoe_fairseq.flags import flag_of
 from smoe_fairseq.models.checks import as_loaded
@@ -46,8 +46,9 @@ def model_values(path: Path, state: Mapping) -> tuple[str, dict]:
     """The model (`OURS` or `STOCK`) and all its options, with defaults for those not in the checkpoint.
 
     Raises:
-        UsageError: the checkpoint is of another model, or has no architecture.
+        UsageError: the checkpoint is of another model, has no architecture, or needs a plugin.
     """
+    check_plugins(path, state)
     values = saved_options(path, state)
     arch = values.get("arch") or values.get("_name")
     for model in (OURS, STOCK):

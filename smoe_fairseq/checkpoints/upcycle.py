@@ -27,7 +27,7 @@ from smoe_fairseq.compat.checkpoint_names import files_read
 from smoe_fairseq.errors import UsageError, quietly
 from smoe_fairseq.flags import flag_of
 from smoe_fairseq.host_memory import machine_memory
-from smoe_fairseq.models.options import SMoETransformerConfig
+from smoe_fairseq.models.options import SMoETransformerConfig, offer_gates
 from smoe_fairseq.modules.gates import GATES
 
 LATER_NORM_SCALE = 0.1  # weights of later strata's layer norms, relative to the dense model's
@@ -149,6 +149,7 @@ def add_upcycle_arguments(parser: ArgumentParser) -> None:
     )
     group = parser.add_argument_group("experts, as for fairseq-train")
     gen_parser_from_dataclass(group, experts(), delete_default=True)
+    offer_gates(group)
 
 
 def run_upcycle(args: Namespace) -> None:

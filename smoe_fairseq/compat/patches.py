@@ -70,7 +70,7 @@ def quiet_hydra(original, args):
         return original(args)
 
 
-# Lets ``--user-dir`` name a link to this package.
+# Lets ``--user-dir`` name a link to this package, or several folders, files or modules, as in PATH.
 #
 # For fairseq 0.12.2 on any Python, which would import the package twice and cannot register a model twice. A
 # renamed copy, or another plugin that registers an existing name, is refused by a sentence with its folder.
@@ -79,10 +79,17 @@ def quiet_hydra(original, args):
 @patches("fairseq.utils:import_user_module")
 def import_by_own_name(original, args):
     folder, package = getattr(args, "user_dir", None), os.path.dirname(os.path.dirname(__file__))
-    if folder and os.path.exists(folder) and os.path.samefile(folder, package):
-        args = Namespace(user_dir=package)
+    places = (folder or "").split(os.pathsep)
     try:
-        original(args)
+        for place in places:
+            if place and os.path.exists(place) and os.path.samefile(place, package):
+                original(Namespace(user_dir=package))
+            elif os.path.isdir(place) or (len(places) == 1 and not place.endswith(".py")):
+                original(Namespace(user_dir=place or None))
+            else:
+                from smoe_fairseq.plugins import import_plugin  # imports the parent, see startup.py
+
+                import_plugin(place)
     except ValueError as error:
         expected = "new names, or smoe_fairseq itself in a checkout"
         if re.search("unknown model type .smoe_", str(error)):

@@ -21,6 +21,8 @@ from smoe_fairseq.models.options import option
 from smoe_fairseq.models.transformer import SparseModel, moe_blocks
 from smoe_fairseq.modules import RoutingStats, StratifiedMoE
 from smoe_fairseq.modules.gates import GATES
+from smoe_fairseq.modules.losses import gate_losses, parse_weights, value
+from smoe_fairseq.modules.registry import LOSSES
 from smoe_fairseq.modules.statistics import balance_loss
 
 
@@ -144,10 +146,6 @@ def _choices(block: StratifiedMoE, stats: RoutingStats | None) -> Tensor:
     return stats.first_choices if stats.asked is None else stats.asked
 
 
-GATE_LOSSES = ("moe_gate_loss", "moe_z_loss", "moe_entropy_loss", "cmr_gate_loss")
-GATE_LOSSES += ("smoe_budget_loss", "moe_l1_loss")
-
-
 @dataclass
 class SMoELabelSmoothedCrossEntropyCriterionConfig(LabelSmoothedCrossEntropyCriterionConfig):
     moe_gate_loss_wt: float = option(0.01, "alpha, the weight of the balance loss")
@@ -156,6 +154,10 @@ class SMoELabelSmoothedCrossEntropyCriterionConfig(LabelSmoothedCrossEntropyCrit
         1e-4,
         "weight of the gates' entropy, which limits the experts per token (with --moe-gate "
         f"{', '.join(name for name, kind in GATES.items() if kind.has_entropy_loss)})",
+    )
+    moe_losses: str = option(
+        "",
+        "terms of plugins that are added to the loss: NAME=WEIGHT,..., by the names of @register_loss",
     )
     cmr_gate_loss_wt: float = option(0.1, "weight of the CMR budget loss (with --moe-cmr)")
     cmr_gate_loss_p: float = option(0.8, "budget: target mean of the CMR gate, 0 to 1")
@@ -208,6 +210,14 @@ class SMoELabelSmoothedCrossEntropyCriterion(LabelSmoothedCrossEntropyCriterion)
             if fault := number_fault(value, type(value), least, most):
                 raise UsageError(f"{flag_of(name)} {value}: {fault}")
             setattr(self, name, value)
+        weights = "moe_gate_loss", "moe_z_loss", "moe_entropy_loss"
+        self.loss_weights = {name: getattr(self, f"{name}_wt") for name in weights}
+        if not self.moe_z_loss_wt:
+            del self.loss_weights["moe_z_loss"]  # nor is it logged
+        try:
+            self.loss_weights |= parse_weights(cfg.moe_losses)
+        except ValueError as error:
+            raise UsageError(f"--moe-losses {error}") from None
         self.begin_update()
 
     def begin_update(self):
@@ -228,9 +238,9 @@ class SMoELabelSmoothedCrossEntropyCriterion(LabelSmoothedCrossEntropyCriterion)
         moe_stats, names = (net_output[1].get(key, []) for key in ("moe_stats", "moe_layers"))
         if blocks := moe_blocks(model):
             ran = dict(zip(names, moe_stats, strict=True))
-            for name, weight, value in self.gate_losses(blocks, ran, sample):
-                loss = loss + weight * sample_size * value
-                logging_output[name] = value.data * sample_size
+            for name, weight, term in self.gate_losses(blocks, ran, sample):
+                loss = loss + weight * sample_size * term
+                logging_output[name] = term.data * sample_size
             logging_output.update(routing_sums(blocks, ran))
         logging_output["loss"] = loss.data
         if self.report_accuracy:
@@ -264,25 +274,22 @@ class SMoELabelSmoothedCrossEntropyCriterion(LabelSmoothedCrossEntropyCriterion)
         def mean(values):
             return sum(values) / len(values) if values else zero
 
+        named = {block: name for name, block in blocks.items()}
+        terms = gate_losses(named, self.loss_weights)
         # If no gate learns by the balance loss, it is only logged.
-        learning = {name: block for name, block in blocks.items() if block.config.learns_balance}
-        over_update = any(block.config.balance_over == "update" for block in learning.values())
+        alpha, learning = terms.pop("moe_gate_loss", (0.0, []))
+        over_update = any(block.config.balance_over == "update" for block in learning)
         if over_update and self.training:
-            stats = [ran.get(name) for name in learning]
+            stats = [ran.get(named[block]) for block in learning]
             counts = not sample.get("is_dummy", False)
-            losses, self.choices = update_balance_losses(
-                self.choices, list(learning.values()), stats, counts
-            )
+            losses, self.choices = update_balance_losses(self.choices, learning, stats, counts)
         else:
-            losses = [ran[name].balance_loss for name in learning or blocks if name in ran]
-        yield "moe_gate_loss", self.moe_gate_loss_wt if learning else 0.0, mean(losses)
-        if self.moe_z_loss_wt:
-            yield "moe_z_loss", self.moe_z_loss_wt, mean([s.z_loss for s in ran.values()])
-        if first.stats_builder.kind.has_entropy_loss:
-            entropies = [stats.entropy for stats in ran.values()]
-            yield "moe_entropy_loss", self.moe_entropy_loss_wt, mean(entropies)
-        if name := first.stats_builder.kind.own_loss:
-            yield name, 1.0, mean([stats.own_loss for stats in ran.values()])
+            passes = [ran[n] for block in learning or named if (n := named[block]) in ran]
+            losses = [stats.balance_loss for stats in passes]
+        yield "moe_gate_loss", alpha, mean(losses)
+        for name, (weight, having) in terms.items():
+            passes = [(block, ran[n]) for block in having if (n := named[block]) in ran]
+            yield name, weight, mean([value(name, *each) for each in passes])
         stats = list(ran.values())
         if first.cmr is not None:
             budget = cmr_budget_loss(stats, self.cmr_gate_loss_p) if stats else zero
@@ -297,7 +304,8 @@ class SMoELabelSmoothedCrossEntropyCriterion(LabelSmoothedCrossEntropyCriterion)
         logging_outputs = on_host(logging_outputs)
         super().reduce_metrics(logging_outputs)
         sample_size = sum(log["sample_size"] for log in logging_outputs)
-        for name in GATE_LOSSES:
+        own = (kind.own_loss for kind in GATES.values())
+        for name in dict.fromkeys((*LOSSES, "cmr_gate_loss", "smoe_budget_loss", *own)):
             if any(name in log for log in logging_outputs):
                 value = sum(log.get(name, 0) for log in logging_outputs)
                 metrics.log_scalar(name, value / sample_size, sample_size, round=3)

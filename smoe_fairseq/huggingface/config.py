@@ -8,7 +8,7 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from smoe_fairseq.forms import Number
-from smoe_fairseq.modules.gates import GATES
+from smoe_fairseq.modules.activation import GATED
 
 SIDES = ("encoder", "decoder")
 # fairseq's activations by name.
@@ -20,6 +20,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu_fast": lambda x: F.gelu(x, approximate="tanh"),
     "tanh": torch.tanh,
     "linear": lambda x: x,
+    **GATED,
 }
 
 
@@ -33,6 +34,8 @@ class SMoEConfig(PretrainedConfig):
             (``encoder.layers.1.moe``), such as ``{"strata": "4-4"}``; empty: a dense model.
         router_aux_loss_coef, router_z_loss_coef, router_entropy_loss_coef: weights of the gates' balance
             loss, z-loss, and (gate top-p) entropy in ``loss``.
+        moe_losses: weights of other terms of ``loss``, by the names of ``@register_loss``.
+        plugins: the modules to import before, by parts such as "gate sinkhorn".
         output_router_logits: whether outputs contain the gates' logits.
         label_smoothing: of the cross entropy in ``loss``. The Trainer's ``label_smoothing_factor`` is
             not supported with experts, since the model then gets no labels.
@@ -53,12 +56,15 @@ class SMoEConfig(PretrainedConfig):
         vocab_size: int = 1000,
         source_vocab_size: int | None = None,
         moe_blocks: dict[str, dict] | None = None,
+        moe_losses: dict[str, float] | None = None,
+        plugins: dict[str, str] | None = None,
         use_cache: bool = True,
         **options,
     ):
         self.vocab_size = vocab_size
         self.source_vocab_size = source_vocab_size or vocab_size
         self.moe_blocks = moe_blocks or {}
+        self.moe_losses, self.plugins = moe_losses or {}, plugins or {}
         for side in SIDES:
             for name, default in _SIDE_DEFAULTS.items():
                 setattr(self, f"{side}_{name}", options.pop(f"{side}_{name}", default))
@@ -106,5 +112,7 @@ FORM = {
     **{f"{side}_{n}": type(value) for side in SIDES for n, value in _SIDE_DEFAULTS.items()},
     **{f"{side}_attention_heads": Number(1, whole=True) for side in SIDES},
     "activation_fn": set(ACTIVATIONS),
-    "moe_blocks": {str: {"gate?": set(GATES), "activation_fn?": set(ACTIVATIONS)}},
+    "moe_blocks": {str: {"gate?": str, "activation_fn?": set(ACTIVATIONS)}},
+    "moe_losses": {str: Number(0)},
+    "plugins": {str: str},
 }

@@ -17,6 +17,7 @@ from transformers.modeling_outputs import BaseModelOutput
 from smoe_fairseq.errors import UsageError
 from smoe_fairseq.huggingface.config import ACTIVATIONS, SMoEConfig
 from smoe_fairseq.modules import RoutingStats, StratifiedMoE
+from smoe_fairseq.modules.activation import hidden_width
 from smoe_fairseq.modules.config import MoEConfig
 from smoe_fairseq.modules.gates import GATES
 from smoe_fairseq.modules.layer import may_have_padding
@@ -136,7 +137,8 @@ class Layer(GradientCheckpointingLayer):
             self.moe = block_of(config, side, options, entries)
         else:
             self.activation_fn = ACTIVATIONS[config.activation_fn]
-            self.fc1, self.fc2 = nn.Linear(dim, ffn_dim), nn.Linear(ffn_dim, dim)
+            self.fc1 = nn.Linear(dim, hidden_width(config.activation_fn, ffn_dim))
+            self.fc2 = nn.Linear(ffn_dim, dim)
             self.final_layer_norm = nn.LayerNorm(dim)
 
     def forward(

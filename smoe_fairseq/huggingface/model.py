@@ -3,6 +3,8 @@
 Shapes: B sentences, T target positions, V entries of the target dictionary.
 """
 
+from collections.abc import Iterator
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -15,6 +17,8 @@ from smoe_fairseq.forms import check
 from smoe_fairseq.huggingface.config import FORM, SMoEConfig
 from smoe_fairseq.huggingface.layers import Decoder, Encoder, EncoderOutput
 from smoe_fairseq.modules import RoutingStats, StratifiedMoE
+from smoe_fairseq.modules.losses import gate_losses, value
+from smoe_fairseq.modules.registry import missing_plugin
 
 # The name of the cache in outputs and in `generate`, by the version of transformers.
 CACHE = "cache" if hasattr(Seq2SeqMoEOutput, "cache") else "past_key_values"
@@ -38,6 +42,8 @@ class SMoEForConditionalGeneration(PreTrainedModel, GenerationMixin):
     def __init__(self, config: SMoEConfig):
         super().__init__(config)
         check(vars(config), FORM, "the config")
+        if sentence := missing_plugin(config.plugins):
+            raise UsageError(f"the config: {sentence}")
         self.encoder, self.decoder = Encoder(config), Decoder(config)
         shared = "encoder.embed_tokens.weight"
         self._tied_weights_keys = {}
@@ -201,21 +207,25 @@ class SMoEForConditionalGeneration(PreTrainedModel, GenerationMixin):
     ) -> list[Tensor]:
         """Each side's part of the weighted means over all MoE layers; scalars on the device of ``like``."""
         config = self.config
-        blocks = (m for m in self.modules() if isinstance(m, StratifiedMoE))
-        learns = any(block.config.learns_balance for block in blocks)
-        number = max(1, len(encoder) + len(decoder))
-        parts = []
-        for side in (encoder, decoder):
-            part = like.new_zeros(())
-            for stats in side:
-                losses = config.router_z_loss_coef * stats.z_loss
-                if learns:
-                    losses = losses + config.router_aux_loss_coef * stats.balance_loss
-                if stats.entropy is not None:
-                    losses = losses + config.router_entropy_loss_coef * stats.entropy
-                part = part + losses.to(like.device) / number
-            parts.append(part)
+        weights = {
+            "moe_gate_loss": config.router_aux_loss_coef,
+            "moe_z_loss": config.router_z_loss_coef,
+            "moe_entropy_loss": config.router_entropy_loss_coef,
+        } | config.moe_losses
+        # The layers of a side differ only in their strata.
+        sides = [next(_blocks(side), None) for side in (self.encoder, self.decoder)]
+        passes = [(block, each) for block, all in zip(sides, (encoder, decoder)) for each in all]
+        parts = [like.new_zeros(()) for _ in sides]
+        for name, (weight, having) in gate_losses(filter(None, sides), weights).items():
+            ours = [(block, each) for block, each in passes if block in having]
+            for block, each in ours if weight else ():
+                term = value(name, block, each).to(like.device) * (weight / len(ours))
+                parts[sides.index(block)] = parts[sides.index(block)] + term
         return parts
+
+
+def _blocks(side: nn.Module) -> Iterator[StratifiedMoE]:
+    return (module for module in side.modules() if isinstance(module, StratifiedMoE))
 
 
 def _value_or(value: bool | None, default: bool) -> bool:

@@ -49,6 +49,9 @@ def as_loaded() -> Iterator[None]:
 
 def check_config(config: DecoderOptions, task) -> None:
     """Raise ValueError with one sentence that names the flag and what would be accepted."""
+    if config.moe_gate not in GATES:  # of a command line, its parser refuses it
+        expected = f"expected one of {', '.join(GATES)}, or of a plugin (--user-dir, SMOE_PLUGINS)"
+        raise ValueError(f"--moe-gate {config.moe_gate}: {expected}")
     _check_numbers(config)
     for side in config.SIDES:
         freq = config.moe_freq_of(side)

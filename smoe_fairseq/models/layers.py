@@ -7,12 +7,13 @@ refuses. These layers do not, and have the same parameter names, so they load it
 import logging
 
 import torch.nn.functional as F
-from fairseq import utils
 from fairseq.modules import LayerNorm
 from torch import Tensor, nn
 
 from smoe_fairseq.compat.patches_training import STOCK_LAYER_COPIES
 from smoe_fairseq.models.attention import Attention
+from smoe_fairseq.models.options import activation_of
+from smoe_fairseq.modules.activation import hidden_width
 from smoe_fairseq.modules.layer import StratifiedMoE
 
 logger = logging.getLogger(__name__)
@@ -41,8 +42,10 @@ class TransformerLayer(nn.Module):
         if self.is_moe:
             self.moe = StratifiedMoE(side.embed_dim, side.ffn_embed_dim, **moe_options)
         else:
-            self.activation_fn = utils.get_activation_fn(cfg.activation_fn)
-            self.fc1 = nn.Linear(side.embed_dim, side.ffn_embed_dim)
+            self.activation_fn = activation_of(cfg.activation_fn)
+            self.fc1 = nn.Linear(
+                side.embed_dim, hidden_width(cfg.activation_fn, side.ffn_embed_dim)
+            )
             self.fc2 = nn.Linear(side.ffn_embed_dim, side.embed_dim)
             self.final_layer_norm = LayerNorm(side.embed_dim)
 

@@ -12,11 +12,17 @@ from fairseq.models.transformer import TransformerConfig
 from omegaconf import II, OmegaConf
 
 from smoe_fairseq.flags import flag_of
+from smoe_fairseq.modules.activation import GATED
 from smoe_fairseq.modules.config import MoEConfig, gates_that_read, without_effect
 from smoe_fairseq.modules.gates import GATES
 from smoe_fairseq.modules.strata import OptionError, Strata
 
 HASH_TABLES = ("random", "balanced")
+
+
+def activation_of(name: str):
+    """The function of a name, fairseq's or a gated one."""
+    return GATED.get(str(name)) or utils.get_activation_fn(str(name))
 
 
 def option(default, help: str, **metadata):
@@ -30,7 +36,8 @@ def _block_options() -> type:
         each = MoEConfig.__dataclass_fields__[name]
         choices, alias = each.metadata["choices"], each.metadata["alias"]
         alias = {"argparse_alias": alias} if alias else {}
-        kind = ChoiceEnum(choices) if choices else each.type
+        # Plugins add gates later.
+        kind = ChoiceEnum(choices) if choices and choices is not GATES else each.type
         options.append((flag_name, kind, option(each.default, each.metadata["help"], **alias)))
     return make_dataclass(
         "BlockOptions", options, bases=(FairseqDataclass,), namespace={"__module__": __name__}
@@ -38,6 +45,13 @@ def _block_options() -> type:
 
 
 BlockOptions = _block_options()
+
+
+def offer_gates(parser) -> None:
+    """Give the flag of the gate its choices, those of plugins included."""
+    for action in parser._actions:
+        if action.dest == "moe_gate":
+            action.choices = tuple(GATES)
 
 
 @dataclass
@@ -113,7 +127,7 @@ class MoEOptions(BlockOptions):
             options["balance_over"] = "batch"
         # Checkpoints may have options without effect.
         options |= {name: getattr(MoEConfig, name) for name in without_effect(options)}
-        options["activation_fn"] = utils.get_activation_fn(str(self.activation_fn))
+        options["activation_fn"] = activation_of(self.activation_fn)
         return [options | {"strata": str(strata)} for strata in self.strata_of(side)]
 
 
@@ -147,8 +161,9 @@ class DecoderOptions(MoEOptions):
     decoder_learned_pos: bool = option(False, "learned positional embeddings in the decoder")
     decoder_layerdrop: float = option(0.0, "LayerDrop probability of the decoder")
     share_decoder_input_output_embed: bool = option(False, "share input and output embeddings")
-    activation_fn: ChoiceEnum(utils.get_available_activation_fns()) = option(
-        "relu", "activation function of FFN and experts"
+    activation_fn: ChoiceEnum([*utils.get_available_activation_fns(), *GATED]) = option(
+        "relu",
+        "activation function of FFN and experts; swiglu, geglu, reglu: gated, with half more weights",
     )
     dropout: float = option(0.1, "dropout probability")
     attention_dropout: float = option(0.0, "dropout probability for attention weights")
@@ -184,6 +199,7 @@ class DecoderOptions(MoEOptions):
                     help=f.metadata["help"],
                 )
         gen_parser_from_dataclass(parser, cls(), delete_default=True)
+        offer_gates(parser)
 
     @classmethod
     def names(cls) -> tuple[str, ...]:

@@ -14,18 +14,40 @@ from smoe_fairseq.modules.strata import OptionError
 Activation = str | Callable[[Tensor], Tensor]
 
 
+class Gated:
+    """``function(g) * u`` of hidden numbers ``(..., 2 F)``, first g, then u (Shazeer 2020)."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]):
+        self.function = function
+
+    def __call__(self, h: Tensor) -> Tensor:
+        gate, up = h.chunk(2, -1)
+        return self.function(gate) * up
+
+
+GATED = {"swiglu": Gated(F.silu), "geglu": Gated(F.gelu), "reglu": Gated(F.relu)}
+
+
+def hidden_width(activation_fn: Activation, ffn_embed_dim: int) -> int:
+    """The outputs of a network's first linear map: F, or 2 F for a gated activation."""
+    is_gated = isinstance(activation_fn, Gated) or str(activation_fn) in GATED
+    return 2 * ffn_embed_dim if is_gated else ffn_embed_dim
+
+
 def activation(activation_fn: Activation) -> Callable[[Tensor], Tensor]:
-    """The function itself, or the function of this name in `torch.nn.functional`.
+    """The function itself, or the function of this name in `GATED` or `torch.nn.functional`.
 
     Raises:
         OptionError: there is no function of this name.
     """
     is_name = isinstance(activation_fn, str)
-    function = getattr(F, activation_fn, None) if is_name else activation_fn
+    function = activation_fn
+    if is_name:
+        function = GATED.get(activation_fn) or getattr(F, activation_fn, None)
     if not callable(function):
         raise OptionError(
             "{activation_fn} {value}: expected a function, or the name of one in torch.nn.functional "
-            "such as relu, gelu or silu",
+            "such as relu, gelu or silu, or swiglu, geglu or reglu",
             value=repr(activation_fn),
         )
     return function

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from smoe_fairseq.modules.activation import Activation, activation
+from smoe_fairseq.modules.activation import Activation, activation, hidden_width
 from smoe_fairseq.modules.routing import Routing
 
 
@@ -32,7 +32,7 @@ class FeedForward(nn.Module):
         super().__init__()
         if gate is not None:
             self.gate = gate
-        self.fc1 = nn.Linear(embed_dim, ffn_embed_dim)
+        self.fc1 = nn.Linear(embed_dim, hidden_width(activation_fn, ffn_embed_dim))
         self.fc2 = nn.Linear(ffn_embed_dim, embed_dim)
         self.activation_fn = activation(activation_fn)
         self.activation_dropout = activation_dropout
@@ -43,7 +43,8 @@ class FeedForward(nn.Module):
 
 
 # A branch is a network parallel to the experts. ``compute(x, routing)`` does not need the experts' outputs,
-# which may still be on their way from other ranks; ``combine`` merges its output with them.
+# which may still be on their way from other ranks; ``combine`` merges its output with them. Those of other
+# packages are decorated by ``@register_branch("name")`` and made with the arguments of `FeedForward`.
 
 
 class SharedExperts(FeedForward):

@@ -15,6 +15,7 @@ from smoe_fairseq.modules.activation import Activation
 from smoe_fairseq.modules.experts import EXECUTIONS
 from smoe_fairseq.modules.gates import GATES
 from smoe_fairseq.modules.gates.linear import Gate
+from smoe_fairseq.modules.registry import BRANCHES
 from smoe_fairseq.modules.routing import DROP_ORDERS
 from smoe_fairseq.modules.strata import OptionError, Strata
 
@@ -162,6 +163,11 @@ class MoEConfig:
     )
     residual: bool = option(
         False, "PR-MoE: add a shared FFN, mixed with the experts by its own gate"
+    )
+    branches: str = option(
+        "",
+        "networks of plugins in parallel to the experts: names of @register_branch, separated by "
+        "commas",
     )
     balance: str = option(
         "loss",
@@ -337,6 +343,11 @@ class MoEConfig:
         return Strata.parse(self.strata, self.stacked, self.chain)
 
     @property
+    def extra(self) -> list[str]:
+        """The names in ``branches``."""
+        return [name for name in self.branches.split(",") if name]
+
+    @property
     def learns_balance(self) -> bool:
         """Whether the balance loss is trained on."""
         return GATES[self.gate].has_balance_loss and self.balance == "loss"
@@ -441,6 +452,9 @@ def _contradiction(c: MoEConfig, strata: Strata) -> str | None:
         return f"{{exit_bias}} {c.exit_bias}: expected a number, above 0 for fewer stops"
 
     # Norms and branches.
+    if unknown := [name for name in c.extra if name not in BRANCHES]:
+        known = ", ".join(BRANCHES) or "those of a plugin, which has to be imported"
+        return f"{{branches}} {unknown[0]}: expected names of {known}"
     released = c.norms == "released"
     if released and strata.stacked:
         return "{norms} released: {stacked} has no inner norms; expected paper"

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from smoe_fairseq.modules import torch_features
-from smoe_fairseq.modules.activation import Activation, Hidden, activation
+from smoe_fairseq.modules.activation import Activation, Hidden, activation, hidden_width
 from smoe_fairseq.modules.grouped import Grouped, can_group, one_kernel
 from smoe_fairseq.modules.parallel import Placement
 from smoe_fairseq.modules.per_expert import PerExpert, Weights
@@ -25,7 +25,8 @@ from smoe_fairseq.modules.torch_features import autocast_dtype
 class Experts(nn.Module):
     """Parameters of ``FFN_e(x) = w2_e activation(w1_e x + b1_e) + b2_e`` for E experts (paper, eq. 1).
 
-    They are initialised as in ``nn.Linear``. `PerExpert` and `Grouped` compute with them.
+    With a gated activation, w1 is ``(E, 2 F, D)``. They are initialised as in ``nn.Linear``.
+    `PerExpert` and `Grouped` compute with them.
     """
 
     def __init__(
@@ -40,8 +41,9 @@ class Experts(nn.Module):
         super().__init__()
         self.placement = placement
         num_experts = placement.num_local
-        self.w1 = nn.Parameter(torch.empty(num_experts, ffn_embed_dim, embed_dim))
-        self.b1 = nn.Parameter(torch.empty(num_experts, ffn_embed_dim))
+        hidden = hidden_width(activation_fn, ffn_embed_dim)
+        self.w1 = nn.Parameter(torch.empty(num_experts, hidden, embed_dim))
+        self.b1 = nn.Parameter(torch.empty(num_experts, hidden))
         self.w2 = nn.Parameter(torch.empty(num_experts, embed_dim, ffn_embed_dim))
         self.b2 = nn.Parameter(torch.empty(num_experts, embed_dim))
         self.activation_fn = activation(activation_fn)

@@ -29,6 +29,7 @@ from smoe_fairseq.modules.experts import Experts, start_pass
 from smoe_fairseq.modules.gates import GATES
 from smoe_fairseq.modules.gates.linear import Gate
 from smoe_fairseq.modules.parallel import Placement, compute_over_ranks
+from smoe_fairseq.modules.registry import BRANCHES
 from smoe_fairseq.modules.routing import Routing
 from smoe_fairseq.modules.rows import Copies, IndexedTokens, MaskedTokens, like
 from smoe_fairseq.modules.statistics import RoutingStats, StatsBuilder
@@ -88,12 +89,26 @@ class StratifiedMoE(nn.Module):
             self.shared = SharedExperts(embed_dim, width, *activation)
         if config.residual:
             self.residual = ResidualNetwork(embed_dim, ffn_embed_dim, *activation)
+        self.extra = nn.ModuleDict(  # of plugins
+            {name: BRANCHES[name](embed_dim, ffn_embed_dim, *activation) for name in config.extra}
+        )
         self.masking = OutputMasking(config.fom) if config.fom else None
-        branches = self.simple, self.masking, self.shared, self.residual, self.cmr
+        extra = *self.extra.values(), self.cmr
+        branches = self.simple, self.masking, self.shared, self.residual, *extra
         self.branches = tuple(branch for branch in branches if branch is not None)
         self.compute_tables()
         self.register_load_state_dict_post_hook(StratifiedMoE.compute_tables)
         self.execution = config.execution
+
+    @property
+    def kind(self) -> type[Gate]:
+        """The class of its gates."""
+        return GATES[self.config.gate]
+
+    @property
+    def parts(self) -> set[tuple[str, str]]:
+        """Kinds and names of its registered parts."""
+        return {("gate", self.config.gate), *(("branch", name) for name in self.config.extra)}
 
     def draw_gate(self, stratum: int) -> Gate:
         """A gate of this block with new initial weights, on torch's default device."""

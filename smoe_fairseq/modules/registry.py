@@ -1,6 +1,6 @@
 """Parts by name: the gates, and what other packages add by ``@register_gate`` and the like."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 
@@ -31,5 +31,29 @@ class Registry(dict):
         return add
 
 
-GATES = Registry("gate")
-register_gate = GATES.register
+GATES, BRANCHES, LOSSES = Registry("gate"), Registry("branch"), Registry("loss")
+REGISTRIES = {registry.kind: registry for registry in (GATES, BRANCHES, LOSSES)}
+register_gate, register_branch = GATES.register, BRANCHES.register
+OURS = __name__.partition(".")[0]
+
+
+def plugins_of(parts: Iterable[tuple[str, str]]) -> dict[str, str]:
+    """The module of each part that is not ours, by ``KIND NAME``; plain data for a checkpoint.
+
+    Args:
+        parts: their kinds and names.
+    """
+    found = {part: REGISTRIES[part[0]][part[1]].__module__ for part in sorted(parts)}
+    return {" ".join(p): module for p, module in found.items() if module.partition(".")[0] != OURS}
+
+
+def missing_plugin(plugins: Mapping) -> str | None:
+    """A sentence about the first part in a result of `plugins_of` that is not registered here."""
+    for part, module in plugins.items():
+        kind, _, name = str(part).partition(" ")
+        if name not in REGISTRIES.get(kind, ()):
+            return (
+                f"its {kind} {name} is of the module {module}: name that by --user-dir (fairseq's commands) "
+                "or SMOE_PLUGINS (smoe, recipes), or import it in Python"
+            )
+    return None

@@ -3,7 +3,7 @@
 import math
 import os
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from omegaconf.errors import OmegaConfBaseException
 from smoe_fairseq.errors import UsageError
 from smoe_fairseq.files import read_text
 from smoe_fairseq.forms import Number, Settings, check
+from smoe_fairseq.plugins import import_plugin
 
 MAX_VALUES = 100_000  # of a YAML file, whose nested aliases can expand to gigabytes
 
@@ -58,6 +59,13 @@ def method_file(name: str) -> tuple[Path, str]:
     raise UsageError(f"unknown method {name!r}: choose one of {', '.join(known)}")
 
 
+def import_plugins_of(content: Mapping) -> None:
+    """Import the ``plugins`` of a file, which are below the folder of the configs, or modules."""
+    for name in content.get("plugins", ()):
+        path = config_folder() / name
+        import_plugin(str(path) if path.exists() else name)
+
+
 def _names(*words: str) -> re.Pattern:
     """A pattern of file names, in which ``{word}`` is a placeholder for each of ``words``."""
     return re.compile(rf"([^{{}}]|\{{({'|'.join(words)})\}})+")
@@ -83,6 +91,7 @@ _TRAINING_FLAGS = {
 # The form of a data set's file.
 SCHEMA: dict[str, Any] = {
     "base": str,
+    "plugins": [str],
     "pairs": [str],
     "experts": _COUNT,
     "shards": Number(1, 1000, whole=True),  # whose files are all open at once

@@ -17,6 +17,7 @@ from smoe_fairseq.recipes.config_files import (
     SCHEMA,
     config_folder,
     dataset_file,
+    import_plugins_of,
     method_file,
     read,
 )
@@ -29,6 +30,7 @@ class Dataset:
 
     name: str
     pairs: tuple[str, ...]
+    plugins: list[str]
     experts: int | None
     shards: int
     batch: dict[str, int]
@@ -158,6 +160,7 @@ def load_dataset(name: str) -> Dataset:
                 raise UsageError(f"{path}: `{key}`: {error}") from None
     for key in RECIPE_FLAGS & merged["generate"].keys():
         raise UsageError(f"{path}: `generate.{key}` is set by the recipe")
+    import_plugins_of(merged)
     values = {key: merged.get(key) for key in SCHEMA if key != "base"}
     return Dataset(name=name, **(values | {"pairs": tuple(pairs)}))
 

@@ -7,7 +7,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from smoe_fairseq.errors import UsageError
-from smoe_fairseq.recipes.config_files import dataset_file, method_file, read
+from smoe_fairseq.recipes.config_files import dataset_file, import_plugins_of, method_file, read
 from smoe_fairseq.recipes.datasets import Dataset
 from smoe_fairseq.recipes.program_flags import Flags
 
@@ -17,8 +17,9 @@ MOE_FREQ = 2  # every second layer is an MoE layer, unless the data set sets moe
 def method_flags(name: str, dataset: Dataset) -> Flags:
     """The training flags of a method, from ``NAME.yaml``, or for ``FAMILY-4-12`` from ``FAMILY.yaml``.
 
-    In these files ``{experts}`` stands for the data set's number of experts, and ``{moe-freq}`` for its
-    ``moe-freq`` (default: 2). In a family's file ``{strata}`` stands for the sizes in the method's name
+    In these files ``{experts}`` stands for the data set's number of experts, ``{moe-freq}`` for its
+    ``moe-freq`` (default: 2), and ``{ffn-2/3}`` for two thirds of its FFN dimension, with which a gated
+    FFN has as many weights. In a family's file ``{strata}`` stands for the sizes in the method's name
     (``4-12``), and ``{layers}`` for the same with commas. The data set's ``methods`` override the file.
 
     Raises:
@@ -31,14 +32,28 @@ def method_flags(name: str, dataset: Dataset) -> Flags:
             return value
         value = value.replace("{strata}", strata).replace("{layers}", strata.replace("-", ","))
         value = value.replace("{moe-freq}", str(dataset.train.get("moe-freq", MOE_FREQ)))
+        value = value.replace("{ffn-2/3}", str(_two_thirds_of_ffn(dataset)))
         if "{experts}" in value and dataset.experts is None:
             needed = f"`experts` is missing, and {name} needs it; expected a number such as 8"
             raise UsageError(f"{dataset_file(dataset.name)}: {needed}")
         return value.replace("{experts}", str(dataset.experts))
 
-    flags = read(path, {"train"}).get("train", {})
+    content = read(path, {"train", "plugins"})
+    import_plugins_of(content)
+    flags = content.get("train", {})
     own = dataset.methods.get(name, {})
     return {key: fill(value) for key, value in (flags | own).items()}
+
+
+def _two_thirds_of_ffn(dataset: Dataset) -> int:
+    """A multiple of 8, as matrix products on GPUs prefer."""
+    size = dataset.train.get("encoder-ffn-embed-dim")
+    if size is None:
+        from smoe_fairseq.analysis.cost import config_of, parse_model  # imports fairseq
+
+        words = ["--arch", dataset.train.get("arch", "smoe_transformer_base")]
+        size = config_of(parse_model(words)).encoder_ffn_embed_dim
+    return max(1, round(int(size) / 12)) * 8
 
 
 def has_strata(flags: Flags) -> bool:

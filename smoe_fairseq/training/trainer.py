@@ -25,6 +25,7 @@ from smoe_fairseq.host_memory import keep_freed_memory
 from smoe_fairseq.models import transformer
 from smoe_fairseq.models.memory import same_batch
 from smoe_fairseq.modules.experts import cast_once
+from smoe_fairseq.modules.registry import plugins_of
 from smoe_fairseq.training import launch, program, saving, screen, sharded_checkpoints, translations
 from smoe_fairseq.training.gradients import ExpertNorm
 from smoe_fairseq.training.subword_sampling import sample_subwords
@@ -132,6 +133,10 @@ class SMoETrainer(Trainer):
         block = transformer.first_block(self.get_model())
         if block is None:
             return state
+        blocks = transformer.moe_blocks(self.get_model()).values()
+        losses = {("loss", name) for name in getattr(self.get_criterion(), "loss_weights", ())}
+        if plugins := plugins_of(losses.union(*(block.parts for block in blocks))):
+            state[io.PLUGINS] = plugins
         place = block.experts.placement
         state["cfg"] = cfg = copy.copy(state["cfg"])
         cfg["model"] = model = copy.copy(cfg["model"])

@@ -110,7 +110,7 @@ class TopKGate(LinearGate):
             first_T1: the first choices; None: the experts with the highest score.
         """
         own_TE, logits_TE, score_TE, probs_TE = self.score(x_TD, earlier_TE)
-        choice_TK = self.select(score_TE.detach(), first_T1)
+        choice_TK = self.select(score_TE.detach(), active_T, first_T1)
         weight_TK = self.weigh(score_TE, choice_TK)
         valid_TK = self.sample(weight_TK, choice_TK) & active_T.unsqueeze(1)
         true_TE = probs_TE[:, : self.num_experts]
@@ -164,7 +164,7 @@ class TopKGate(LinearGate):
         free = [wide_linear(x_TD, weight_ED) for weight_ED in weights if weight_ED is not None]
         return torch.cat([logits_TE, *free], dim=1)
 
-    def select(self, score_TE: Tensor, first_T1: Tensor | None = None) -> Tensor:
+    def select(self, score_TE: Tensor, active_T: Tensor, first_T1: Tensor | None = None) -> Tensor:
         """Experts ``(T, K)``; the first column is ``first_T1``, or by default the best expert."""
         scores_TE = score_TE if self.bias is None else self.bias(score_TE)
         if first_T1 is None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from smoe_fairseq.compat.checkpoint_names import newest_checkpoint
 from smoe_fairseq.errors import UsageError
 from smoe_fairseq.files import open_plain
+from smoe_fairseq.plugins import imported
 from smoe_fairseq.recipes.config_files import dataset_file
 from smoe_fairseq.recipes.datasets import Dataset, naming_settings
 from smoe_fairseq.recipes.folders import Folders, package_folder, run_name, seed_of
@@ -214,7 +215,8 @@ def data_arguments(dataset: Dataset) -> list[str]:
     # Text that its authors binarised is one shard.
     shards = 1 if dataset.raw.get("binarised") else dataset.shards
     data = Folders(dataset.name).binary_path(shards)
-    words = [data, "--user-dir", package_folder(), *arguments(dataset.task)]
+    plugins = os.pathsep.join([package_folder(), *imported])
+    words = [data, "--user-dir", plugins, *arguments(dataset.task)]
     words += ["--langs", ",".join(dataset.languages)]
     return words + ["--lang-pairs", ",".join(dataset.directions)]
 

@@ -1,0 +1,83 @@
+"""Terms that are added to the training loss, each a mean over the MoE layers that have it."""
+
+from collections.abc import Callable, Iterable, Mapping
+
+from torch import Tensor
+
+from smoe_fairseq.modules.registry import LOSSES
+
+
+def register_loss(name: str, applies: Callable = lambda block: True) -> Callable:
+    """A decorator for ``loss(block, stats)``, which returns a scalar; ``name`` is its name in the log.
+
+    Args:
+        applies: whether a `StratifiedMoE` has the term.
+    """
+
+    def add(loss):
+        loss.applies = applies
+        return LOSSES.register(name)(loss)
+
+    return add
+
+
+@register_loss("moe_gate_loss", lambda block: block.config.learns_balance)
+def balance(block, stats) -> Tensor:
+    """The balance loss (paper, eq. 8)."""
+    return stats.balance_loss
+
+
+@register_loss("moe_z_loss")
+def z(block, stats) -> Tensor:
+    """The z-loss (Zoph et al. 2022)."""
+    return stats.z_loss
+
+
+@register_loss("moe_entropy_loss", lambda block: block.kind.has_entropy_loss)
+def entropy(block, stats) -> Tensor:
+    """The entropy of gates that would else choose all experts."""
+    return stats.entropy
+
+
+def own(block, stats) -> Tensor:
+    """The loss of the gate itself, see `Gate.own_loss`."""
+    return stats.own_loss
+
+
+def gate_losses(blocks: Iterable, weights: Mapping[str, float]) -> dict[str, tuple[float, list]]:
+    """The weight of each term, and the blocks that have it.
+
+    Args:
+        weights: by name, also 0; a gate's own loss is always there, with the weight 1.
+    """
+    terms = {}
+    for block in blocks:
+        named = {name: weight for name, weight in weights.items() if LOSSES[name].applies(block)}
+        for name, weight in (named | ({n: 1.0} if (n := block.kind.own_loss) else {})).items():
+            terms.setdefault(name, (weight, []))[1].append(block)
+    return terms
+
+
+def value(name: str, block, stats) -> Tensor:
+    """A term of `gate_losses` in one pass."""
+    return LOSSES.get(name, own)(block, stats)
+
+
+def parse_weights(text: str) -> dict[str, float]:
+    """The weights of ``NAME=WEIGHT,NAME=WEIGHT``.
+
+    Raises:
+        ValueError: a name is not registered, or a weight is no number of at least 0; one sentence.
+    """
+    weights = {}
+    for item in filter(None, text.split(",")):
+        name, _, number = item.partition("=")
+        if name not in LOSSES:
+            raise ValueError(f"{item}: expected names of {', '.join(LOSSES)}, or of a plugin")
+        try:
+            weights[name] = float(number)
+        except ValueError:
+            weights[name] = -1.0
+        if not 0 <= weights[name] < float("inf"):
+            raise ValueError(f"{item}: expected a weight of at least 0, such as {name}=0.01")
+    return weights

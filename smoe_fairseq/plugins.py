@@ -1,0 +1,59 @@
+"""Modules of other people, with gates, branches and losses; imported only if the user names them."""
+
+import importlib
+import importlib.util
+import os
+import sys
+from pathlib import Path
+
+from smoe_fairseq.errors import UsageError
+
+VARIABLE = "SMOE_PLUGINS"  # of `smoe` commands and recipes: plugins separated as in PATH
+imported: dict[str, None] = {}  # as they were named, in order
+
+
+def import_plugin(name: str) -> None:
+    """Import a folder with ``__init__.py``, a file, or a module by its name.
+
+    Raises:
+        UsageError: there is no such module, another one has its name, or what it registers is taken.
+    """
+    if name in imported:
+        return
+    path = Path(name)
+    try:
+        if path.is_dir() or path.suffix == ".py":
+            _import_file((path / "__init__.py" if path.is_dir() else path).resolve(), path.stem)
+        else:
+            importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name != name.partition(".")[0] and error.name != name:
+            raise
+        expected = "expected a folder, a file that ends in .py, or a module that Python finds"
+        raise UsageError(f"plugin {name}: {expected}") from None
+    except (FileNotFoundError, ValueError) as error:
+        raise UsageError(f"plugin {name}: {error}") from None
+    imported[name] = None
+
+
+def _import_file(file: Path, module: str) -> None:
+    other = sys.modules.get(module)
+    if other is not None and getattr(other, "__file__", None) != str(file):
+        raise ValueError(f"Python has another module {module}; expected another name")
+    if other is not None:
+        return
+    is_package = file.name == "__init__.py"
+    folder = [str(file.parent)] if is_package else None
+    spec = importlib.util.spec_from_file_location(module, file, submodule_search_locations=folder)
+    sys.modules[module] = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(sys.modules[module])
+    except BaseException:
+        del sys.modules[module]
+        raise
+
+
+def import_named_plugins() -> None:
+    """Import the plugins of the environment variable `VARIABLE`."""
+    for name in filter(None, os.environ.get(VARIABLE, "").split(os.pathsep)):
+        import_plugin(name)

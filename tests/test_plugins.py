@@ -1,0 +1,159 @@
+"""Parts from outside of the package: docs/plugins/balancing.py, by the recipes and in Python."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from commands import refused, run, smoe
+from test_block import PADDING, D, make_block, make_input
+from test_recipes import ROOT, recipe, table
+
+from smoe_fairseq import plugins
+from smoe_fairseq.modules import StratifiedMoE
+from smoe_fairseq.modules.registry import REGISTRIES
+
+PLUGIN = ROOT / "docs/plugins/balancing.py"
+METHOD = """plugins: [gates/balancing.py]
+train: {moe-gate: sinkhorn, smoe-strata: 4-4, moe-branches: scale, moe-losses: confidence_loss=0.5}
+"""
+SMALL = [
+    *("--encoder-embed-dim", "32", "--encoder-ffn-embed-dim", "32", "--max-tokens", "500"),
+    *("--max-update", "4", "--max-epoch", "1", "--warmup-updates", "2"),
+]
+
+
+@pytest.fixture(scope="module")
+def balancing():
+    """The plugin's module, imported here; afterwards nothing of it is left."""
+    before = {kind: dict(registry) for kind, registry in REGISTRIES.items()}
+    plugins.import_plugin(str(PLUGIN))
+    import balancing
+
+    yield balancing
+    for kind, registry in REGISTRIES.items():
+        for name in registry.keys() - before[kind].keys():
+            del registry[name]
+    plugins.imported.clear()
+
+
+def test_parts_that_are_not_registered_are_named():
+    for options in ({"gate": "sinkhorn"}, {"branches": "scale"}):
+        with pytest.raises(ValueError, match=next(iter(options))):
+            StratifiedMoE(D, D, **options)
+    assert smoe("cost", "--moe-gate", "sinkhorn", check=False).returncode
+
+
+@pytest.fixture(scope="module")
+def trained(phrasebook, tmp_path_factory) -> tuple[Path, dict[str, str]]:
+    """A folder with a run of a method that names the plugin, and the environment of its recipes."""
+    folder = tmp_path_factory.mktemp("plugin")
+    shutil.copytree(phrasebook / "data", folder / "data")
+    shutil.copytree(ROOT / "configs", folder / "configs")
+    (folder / "configs/gates").mkdir()
+    shutil.copy(PLUGIN, folder / "configs/gates")
+    (folder / "configs/methods/balanced.yaml").write_text(METHOD)
+    given = {"CONFIG_DIR": str(folder / "configs"), "OMP_NUM_THREADS": "1", "GPUS": "0"}
+    for step, flags in (("train", SMALL), ("evaluate", ["--beam", "1"])):
+        result = recipe(folder, step, "phrasebook", "balanced", *flags, **given)
+        assert result.returncode == 0, result.stdout + result.stderr
+    return folder, given
+
+
+def test_a_run_is_trained_evaluated_and_tabled_with_its_flops(trained):
+    folder, given = trained
+    log = (folder / "runs/phrasebook/balanced/train.log").read_text()
+    assert "confidence_loss" in log and "experts_per_token" in log
+    assert json.loads((folder / "runs/phrasebook/balanced/scores.json").read_text())["scores"]
+    assert " balanced" in table(folder, "phrasebook", **given)
+    flags = "--arch smoe_transformer_tiny --smoe-strata 4-4 --vocab-size 100 --json".split()
+    costs = [
+        json.loads(run("smoe", "cost", *flags, *own, SMOE_PLUGINS=str(PLUGIN)).stdout)
+        for own in (["--moe-gate", "sinkhorn"], [])
+    ]
+    assert costs[0] == costs[1]  # top-2 each
+
+
+def test_commands_read_the_checkpoint_if_the_plugin_is_named(trained):
+    folder, _ = trained
+    path, gates = "runs/phrasebook/balanced", str(folder / "configs/gates/balancing.py")
+    best = f"{path}/checkpoint_best.pt"
+    for words, made in (
+        (["analyze", "data/phrasebook/bin", "--path", best, "--output", "report"], "report"),
+        (
+            ["prune", best, "data/phrasebook/bin", "--keep", "0.5", "--output", "pruned.pt"],
+            "pruned.pt",
+        ),
+        (["export", path, "--to", "huggingface", "--output", "hf"], "hf/config.json"),
+    ):
+        said = run("smoe", *words, check=False, cwd=folder)
+        assert (
+            said.returncode == 1 and "balancing" in said.stdout and "Traceback" not in said.stdout
+        )
+        run("smoe", *words, cwd=folder, SMOE_PLUGINS=gates)
+        assert (folder / made).exists()
+    said = run(
+        "smoe",
+        "translate",
+        path,
+        "--from",
+        "en",
+        "--to",
+        "de",
+        cwd=folder,
+        stdin="a dog\n",
+        SMOE_PLUGINS=gates,
+    )
+    assert said.stdout.strip()
+    config = json.loads((folder / "hf/config.json").read_text())
+    assert config["plugins"]["gate sinkhorn"] == "balancing"
+    assert config["moe_losses"] == {"confidence_loss": 0.5}
+
+
+@pytest.mark.parametrize("named", ["nowhere.py", "no_such_module", "smoe_fairseq/nowhere.py"])
+def test_a_plugin_that_is_missing_is_named(named):
+    refused(run("smoe", "path", check=False, SMOE_PLUGINS=named), named)
+
+
+def test_a_name_that_is_taken_is_refused(tmp_path, balancing):
+    (tmp_path / "mine.py").write_text(PLUGIN.read_text().replace('"sinkhorn"', '"topk"'))
+    refused(run("smoe", "path", check=False, SMOE_PLUGINS=str(tmp_path / "mine.py")), "topk")
+
+
+@pytest.mark.parametrize("padding", PADDING)
+@pytest.mark.parametrize("strata, top_k", [("8", 2), ("4-4", 1)])
+@pytest.mark.parametrize("gate", ["sinkhorn", "quantile"])
+def test_choices_are_those_of_plain_loops(gate, strata, top_k, padding, balancing):
+    x, mask = make_input(padding)
+    block = make_block(strata, gate=gate, top_k=top_k, capacity_factor=0.0, branches="scale")
+    first = block.gates[0]
+    for _ in range(2):
+        h = block.layer_norms[0](x)[~mask]
+        p = (h @ first.weight.t()).softmax(1).tolist()
+        b = first.threshold.value().tolist() if gate == "quantile" else [0.0] * 8
+        chosen = balanced(p) if gate == "sinkhorn" else [[q - c for q, c in zip(r, b)] for r in p]
+        best = [sorted(range(8), key=lambda e: -row[e])[:top_k] for row in chosen]
+        found = first(h, None).choice_TK
+        assert found.tolist() == best
+        y, stats = block(x, mask)
+        assert torch.equal(y[mask], x[mask]) and "scale" in block.extra
+        block.end_update(stats.observed)
+        if gate == "quantile" and p:
+            cutoff = [sorted(row)[-top_k - 1] for row in chosen]
+            for e, got in enumerate(first.threshold.value().tolist()):
+                over = sorted((r[e] - a for r, a in zip(p, cutoff)), reverse=True)
+                want = over[round(top_k * len(p) / 8)]
+                step = first.threshold.step
+                want = want if b == [0.0] * 8 else b[e] + step * (want - b[e])
+                assert got == pytest.approx(want, abs=1e-4)
+
+
+def balanced(p: list[list[float]]) -> list[list[float]]:
+    for _ in range(20):
+        for e in range(8):
+            total = sum(row[e] for row in p)
+            for row in p:
+                row[e] /= total
+        p = [[q / sum(row) for q in row] for row in p]
+    return p
