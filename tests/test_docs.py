@@ -165,8 +165,8 @@ def test_the_commands_of_the_tasks(tmp_path):
     assert len(outputs["smoe translate"].splitlines()) == 2
     assert len((tmp_path / "test.de").read_text().splitlines()) == 2
     assert "smoe-4-4" in outputs["smoe table"]
-    for run in ("runs/new/smoe-4-4", "upcycled/mine/smoe-4-4"):
-        assert (tmp_path / run / "checkpoint_last.pt").is_file()
+    for folder in ("runs/new/smoe-4-4", "upcycled/mine/smoe-4-4"):
+        assert (tmp_path / folder / "checkpoint_last.pt").is_file()
 
 
 def test_the_gate_of_the_tasks(tmp_path):

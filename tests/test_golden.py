@@ -686,13 +686,23 @@ def write_json(name: str, content: dict) -> None:
     (GOLDEN / f"{name}.json").write_text(text + "\n")
 
 
-@functools.cache
 def read_json(name: str) -> dict:
+    say_how_to_renew(name)
     return json.loads((GOLDEN / f"{name}.json").read_text())
 
 
-@functools.cache
+def say_how_to_renew(part: str) -> None:
+    """pytest shows it if the test fails."""
+    print(f"tests/golden/{part}: if the change is intended, python tests/test_golden.py --write {part}")
+
+
 def read_arrays(name: str) -> dict[str, np.ndarray]:
+    say_how_to_renew(name)
+    return _arrays(name)
+
+
+@functools.cache
+def _arrays(name: str) -> dict[str, np.ndarray]:
     with np.load(GOLDEN / f"{name}.npz") as file:
         return dict(file)
 
