@@ -693,7 +693,9 @@ def read_json(name: str) -> dict:
 
 def say_how_to_renew(part: str) -> None:
     """pytest shows it if the test fails."""
-    print(f"tests/golden/{part}: if the change is intended, python tests/test_golden.py --write {part}")
+    print(
+        f"tests/golden/{part}: if the change is intended, python tests/test_golden.py --write {part}"
+    )
 
 
 def read_arrays(name: str) -> dict[str, np.ndarray]:

@@ -112,7 +112,7 @@ FORM = {
     **{f"{side}_{n}": type(value) for side in SIDES for n, value in _SIDE_DEFAULTS.items()},
     **{f"{side}_attention_heads": Number(1, whole=True) for side in SIDES},
     "activation_fn": set(ACTIVATIONS),
-    "moe_blocks": {str: {"gate?": str, "activation_fn?": set(ACTIVATIONS)}},
+    "moe_blocks": {str: {"activation_fn?": set(ACTIVATIONS)}},
     "moe_losses": {str: Number(0)},
     "plugins": {str: str},
 }

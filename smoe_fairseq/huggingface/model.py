@@ -17,6 +17,7 @@ from smoe_fairseq.forms import check
 from smoe_fairseq.huggingface.config import FORM, SMoEConfig
 from smoe_fairseq.huggingface.layers import Decoder, Encoder, EncoderOutput
 from smoe_fairseq.modules import RoutingStats, StratifiedMoE
+from smoe_fairseq.modules.gates import GATES
 from smoe_fairseq.modules.losses import gate_losses, value
 from smoe_fairseq.modules.registry import missing_plugin
 
@@ -44,6 +45,7 @@ class SMoEForConditionalGeneration(PreTrainedModel, GenerationMixin):
         check(vars(config), FORM, "the config")
         if sentence := missing_plugin(config.plugins):
             raise UsageError(f"the config: {sentence}")
+        check(config.moe_blocks, {str: {"gate?": set(GATES)}}, "the config: moe_blocks")
         self.encoder, self.decoder = Encoder(config), Decoder(config)
         shared = "encoder.embed_tokens.weight"
         self._tied_weights_keys = {}
