@@ -181,7 +181,9 @@ def dictionary_checksums(task) -> dict[str, dict]:
 
     The keys are languages if the task has a dictionary per language, else "source" and "target".
     """
-    return {name: checksum(d.symbols) for name, d in _dictionaries(task).items()}
+    dictionaries = _dictionaries(task)  # languages may share one
+    by_id = {id(d): checksum(d.symbols) for d in {id(d): d for d in dictionaries.values()}.values()}
+    return {name: by_id[id(d)] for name, d in dictionaries.items()}
 
 
 def checksum(symbols: Sequence[str]) -> dict:

@@ -1,6 +1,7 @@
 """Trained models in Python: finding a run's files, loading, translating."""
 
 import copy
+import difflib
 import glob
 import os
 from argparse import Namespace
@@ -20,6 +21,7 @@ from smoe_fairseq.errors import UsageError, naming_file
 from smoe_fairseq.subwords import CODES, SubwordNMT, checked_subwords
 
 _NAMES = ("checkpoint_best.pt", "checkpoint_last.pt")
+_MOST_SHOWN = 50  # directions in a message
 
 
 def checkpoint_of(run: Path | str, name: str | None = None) -> Path:
@@ -393,7 +395,13 @@ class Translator(TrainedModel):
         if len(matches) != 1:
             request = request or f"source_lang={source!r}, target_lang={target!r}"
             problem = "several directions are possible" if matches else "no such direction"
-            raise UsageError(f"{request}: {problem}; expected one of {', '.join(known)}")
+            expected = f"one of {', '.join(known)}"
+            if len(known) > _MOST_SHOWN:
+                wrong = next((lang for lang in (source, target) if lang and lang not in languages), None)
+                near = difflib.get_close_matches(wrong or "", languages, 3, 0.3)
+                expected = f"two of {len(languages)} languages"
+                expected += f"; {wrong} is none, but {', '.join(near)}" if near else ""
+            raise UsageError(f"{request}: {problem}; expected {expected}")
         if not multilingual:
             return self.task
         task = copy.copy(self.task)  # calls for other directions may run at the same time

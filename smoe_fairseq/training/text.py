@@ -59,7 +59,7 @@ def name_unknown_language(original, _, args, **options):
 def name_other_dictionary(_, task, dicts, source_langs, target_langs) -> None:
     if task.args.source_dict is None and task.args.target_dict is None:
         for first, *others in (source_langs, target_langs):
-            for other in others:
-                if dicts[first] != dicts[other]:
+            for other in dict.fromkeys(others):
+                if dicts[first] is not dicts[other] and dicts[first] != dicts[other]:
                     files = [getattr(dicts[name], "read_from", name) for name in (other, first)]
                     raise UsageError(f"{' differs from '.join(files)}: expected equal dictionaries")
