@@ -2,13 +2,14 @@
 
 import math
 import shutil
+from argparse import Namespace
 from pathlib import Path
 
 import pretrained
 import pytest
 import torch
 from commands import changed
-from test_expert_parallel_checkpoints import call
+from test_expert_parallel_checkpoints import call, refusal
 
 from smoe_fairseq.checkpoints.sets import same_bits
 from smoe_fairseq.models.transformer import SMoETransformerModel
@@ -206,3 +207,51 @@ def test_ctranslate2(kind, imported, tmp_path):
     for translation, result in zip(found, results, strict=True):
         scores = translation.hypotheses[0].scores
         assert result.log_probs == pytest.approx([s * math.log(2) for s in scores], abs=1e-3)
+
+
+# fairseq's own files
+
+
+@pytest.fixture(scope="module")
+def published(imported, kind, tmp_path_factory) -> Path:
+    """The files as fairseq names them, with a checkpoint of its own transformer."""
+    folder = tmp_path_factory.mktemp("published")
+    call("export", imported, "--to", "fairseq", "--output", folder / "stock.pt")
+    words = (imported.parent / "dict.txt").read_text().splitlines(keepends=True)
+    names = {"m2m": ("model_dict.128k.txt", "spm.128k.model")}
+    names["nllb"] = ("dictionary.txt", "flores200_sacrebleu_tokenizer_spm.model")
+    dictionary, subwords = names[kind]
+    shutil.copy(imported.parent / "spm.model", folder / subwords)
+    if kind == "nllb":  # which has no languages in its dictionary, and three tags behind them
+        words = words[: -3 - len(pretrained.LANGUAGES)]
+    (folder / dictionary).write_text("".join(words))
+
+    def change(state):
+        task, langs = state["cfg"]["task"], list(pretrained.LANGUAGES)
+        langs, tags = (None, False) if kind == "m2m" else (langs, True)
+        state["cfg"]["task"] = {**vars(task)} if isinstance(task, Namespace) else {**task}
+        state["cfg"]["task"] |= {"langs": langs, "data": "gone", "fixed_dictionary": None}
+        state["cfg"]["task"]["add_data_source_prefix_tags"] = tags
+
+    return changed(folder / "stock.pt", folder / "checkpoint.pt", change)
+
+
+def test_published_files_of_fairseq(kind, imported, published, tmp_path):
+    output = tmp_path / "checkpoint.pt"
+    call("import", published, "--output", output)
+    assert (tmp_path / "langs.txt").read_text() == (imported.parent / "langs.txt").read_text()
+    source, target = DIRECTIONS[kind]
+    text = pretrained.lines(8, seed=6)
+    expected, found = (
+        [t.hypotheses[0].text for t in ours.translations(text, None, source, target)]
+        for ours in map(SMoETransformerModel.from_pretrained, (imported, output))
+    )
+    assert found == expected
+    dictionary = next(published.parent.glob("*dict*.txt"))
+    words = dictionary.read_text()
+    try:
+        dictionary.write_text(words.partition("\n")[2])
+        assert str(published) in refusal("import", published, "--output", tmp_path / "x/c.pt")
+        assert not (tmp_path / "x").exists()
+    finally:
+        dictionary.write_text(words)

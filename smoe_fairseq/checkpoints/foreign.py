@@ -5,20 +5,34 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
+from fairseq import options as fairseq_options
+from fairseq.dataclass.utils import convert_namespace_to_omegaconf
+from omegaconf import OmegaConf
 from torch import Tensor
 
-from smoe_fairseq.checkpoints.io import Record, open_checkpoint, record_of
+from smoe_fairseq.checkpoints.io import (
+    DICTIONARIES,
+    Record,
+    open_checkpoint,
+    record_of,
+    values_of,
+)
 from smoe_fairseq.checkpoints.model import (
+    LOSS_WEIGHTS,
     NORM_OPTION,
+    OURS,
     SIDES,
     check_fit,
     check_pre_norm,
     is_moe_option,
+    known_options,
+    plain_config,
     refuse_options,
     saved_options,
     target_model,
     with_model_options,
 )
+from smoe_fairseq.checkpoints.published import published_text
 from smoe_fairseq.checkpoints.sets import OPTIMIZER, UNSET, check_tensors
 from smoe_fairseq.compat.checkpoint_names import rank_file, rank_files, rank_of, set_name
 from smoe_fairseq.errors import UsageError
@@ -106,7 +120,8 @@ def foreign_options(path: Path, state: Mapping, weights: Mapping[str, Tensor]) -
     layers = gate_sizes(weights)
     if not layers:
         raise UsageError(
-            f"{path} has no moe_layer.gate: expected one of fairseq's MoE branch or the SMoE paper's code"
+            f"{path} has no moe_layer.gate: expected one of fairseq's MoE branch or the SMoE paper's code, "
+            "or a dense M2M-100 or NLLB-200 beside its dictionary"
         )
     for side in SIDES:
         options |= _strata_options(path, side, layers)
@@ -210,8 +225,10 @@ EXPECTED = {
 }
 
 
-def import_moe(path: Path) -> dict:
-    """The content of a checkpoint of ``smoe_transformer``, without optimizer state.
+def import_checkpoint(path: Path) -> tuple[dict, dict[str, bytes]]:
+    """The content of a checkpoint of ``smoe_transformer``, without optimizer state, and text files.
+
+    The files, by name, are those of a published model that lie beside it; see `published_text`.
 
     Args:
         path: a single file, or any file of a set, see `files_of`.
@@ -220,18 +237,55 @@ def import_moe(path: Path) -> dict:
         UsageError: a file is missing or damaged, or the model is not supported.
     """
     state = read_set(path)
-    options = foreign_options(path, state, state["model"])
-    weights = with_our_names(path, state["model"])
+    text = published_text(path, state, state["model"])
+    if text is not None and not gate_sizes(state["model"]):
+        options, weights = known_options(path, state), state["model"]
+    else:
+        options = foreign_options(path, state, state["model"])
+        weights = with_our_names(path, state["model"])
     check_pre_norm(path, SMoETransformerConfig(**options))
+    criterion = values_of((state.get("cfg") or {}).get("criterion"))
+    smoothing = criterion.get("label_smoothing", 0.0)
+    if text is not None:
+        files, task, checksums = text
+        state = new_checkpoint(path, options, {"label_smoothing": smoothing}, weights, task)
+        return state | {DICTIONARIES: checksums}, files
     state["model"] = complete(path, options, weights)
     state.pop(OPTIMIZER, None)
     for part, value in EXPECTED.items():
         state[part] = state.get(part) or value
     state = with_model_options(state, options)
-    if isinstance(criterion := (state.get("cfg") or {}).get("criterion"), Mapping):
-        smoothing = criterion.get("label_smoothing", 0.0)
+    if criterion:
         state["cfg"]["criterion"] = {"_name": CRITERION, "label_smoothing": smoothing}
-    return state
+    return state, {}
+
+
+def new_checkpoint(
+    path: Path, options: dict, config: Mapping, weights: dict[str, Tensor], task: list[str]
+) -> dict:
+    """The content of a checkpoint, with the settings that ``fairseq-train`` would save.
+
+    Args:
+        options: of `SMoETransformerConfig`.
+        config: settings of the criterion, as in a config for transformers.
+        task: flags.
+    """
+    if options.get("share_all_embeddings") and "encoder.embed_tokens.weight" in weights:
+        weights.setdefault("decoder.embed_tokens.weight", weights["encoder.embed_tokens.weight"])
+    flags = ["", *task, "--arch", OURS, "--criterion", CRITERION]
+    flags += ["--label-smoothing", str(config.get("label_smoothing") or 0.0)]
+    for theirs, ours in LOSS_WEIGHTS.items():
+        if (value := config.get(f"router_{theirs}_loss_coef")) is not None:
+            flags += [f"--moe-{ours}-loss-wt", str(value)]
+    parser = fairseq_options.get_training_parser()
+    cfg = convert_namespace_to_omegaconf(fairseq_options.parse_args_and_arch(parser, flags))
+    cfg = OmegaConf.to_container(cfg, resolve=True, enum_to_str=True)
+    return {
+        **EXPECTED,
+        "args": None,
+        "cfg": {**cfg, "model": plain_config(options)},
+        "model": complete(path, options, weights),
+    }
 
 
 def complete(path: Path, options: dict, weights: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -3,20 +3,14 @@
 `_LAYOUTS` lists them by ``model_type``. transformers itself is not needed to read them.
 """
 
-from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
 
-from fairseq import options as fairseq_options
-from fairseq.dataclass.utils import convert_namespace_to_omegaconf
-from omegaconf import OmegaConf
-from torch import Tensor
-
 from smoe_fairseq.checkpoints import huggingface_m2m, huggingface_ours
-from smoe_fairseq.checkpoints.foreign import CRITERION, EXPECTED, complete
+from smoe_fairseq.checkpoints.foreign import new_checkpoint
 from smoe_fairseq.checkpoints.huggingface_weights import read_weights
 from smoe_fairseq.checkpoints.io import DICTIONARIES
-from smoe_fairseq.checkpoints.model import LOSS_WEIGHTS, OURS, plain_config
+from smoe_fairseq.checkpoints.model import OURS
 from smoe_fairseq.checkpoints.sets import check_tensors
 from smoe_fairseq.compat.safe_load import check_content
 from smoe_fairseq.errors import UsageError
@@ -52,26 +46,4 @@ def read_folder(folder: Path) -> tuple[dict, dict[str, bytes]]:
     check_tensors(folder, weights)
     options, weights = layout.model(folder, config, weights)
     files, task, checksums = layout.text(folder, weights)
-    return _checkpoint(folder, options, config, weights, task) | {DICTIONARIES: checksums}, files
-
-
-def _checkpoint(
-    folder: Path, options: dict, config: Mapping, weights: dict[str, Tensor], task: list[str]
-) -> dict:
-    """The content of a checkpoint, with the settings that ``fairseq-train`` would save."""
-    if options.get("share_all_embeddings") and "encoder.embed_tokens.weight" in weights:
-        weights.setdefault("decoder.embed_tokens.weight", weights["encoder.embed_tokens.weight"])
-    flags = ["", *task, "--arch", OURS, "--criterion", CRITERION]
-    flags += ["--label-smoothing", str(config.get("label_smoothing") or 0.0)]
-    for theirs, ours in LOSS_WEIGHTS.items():
-        if (value := config.get(f"router_{theirs}_loss_coef")) is not None:
-            flags += [f"--moe-{ours}-loss-wt", str(value)]
-    parser = fairseq_options.get_training_parser()
-    cfg = convert_namespace_to_omegaconf(fairseq_options.parse_args_and_arch(parser, flags))
-    cfg = OmegaConf.to_container(cfg, resolve=True, enum_to_str=True)
-    return {
-        **EXPECTED,
-        "args": None,
-        "cfg": {**cfg, "model": plain_config(options)},
-        "model": complete(folder, options, weights),
-    }
+    return new_checkpoint(folder, options, config, weights, task) | {DICTIONARIES: checksums}, files

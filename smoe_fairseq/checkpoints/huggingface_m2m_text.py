@@ -38,9 +38,11 @@ _WORD = re.compile(r"[^\r\n]+")  # in a line of fairseq's dictionary
 _MOST_UNUSED = 256  # embeddings beyond the tokens, as of a size that is a multiple of 128
 
 
-def text(
-    folder: Path, weights: Mapping[str, Tensor]
-) -> tuple[dict[str, bytes], list[str], dict[str, dict]]:
+# Text files by name, flags of the task, and the checksums of dictionaries (`checksum`) by language.
+Files = tuple[dict[str, bytes], list[str], dict[str, dict]]
+
+
+def text(folder: Path, weights: Mapping[str, Tensor]) -> Files:
     """The text files of a checkpoint by name, the task's flags, and the `dictionary_checksums`.
 
     - ``dict.txt``, a dictionary of fairseq for ``--fixed-dictionary``, has all rows of the embeddings but
@@ -63,16 +65,26 @@ def text(
             f"many, or up to {_MOST_UNUSED} more rows"
         )
     symbols += [f"madeupword{n:04d}" for n in range(rows - len(symbols))]
-    content = "".join(f"{symbol} 1\n" for symbol in symbols[4:])
+    return data_files(symbols, languages, subwords)
+
+
+def data_files(
+    symbols: list[str], languages: list[str], subwords: bytes, encoder="src", decoder=True
+) -> Files:
+    """The files, flags and checksums of `text`.
+
+    Args:
+        encoder, decoder: the values of ``--encoder-langtok`` and ``--decoder-langtok``.
+    """
     files = {
-        "dict.txt": content.encode(),
+        "dict.txt": "".join(f"{symbol} 1\n" for symbol in symbols[4:]).encode(),
         "langs.txt": "".join(f"{language}\n" for language in languages).encode(),
         "spm.model": subwords,
     }
     pairs = ",".join(f"{one}-{other}" for one in languages for other in languages if one != other)
     flags = ["--task", "translation_multi_simple_epoch", "--fixed-dictionary", "dict.txt"]
     flags += ["--langs", ",".join(languages), "--lang-pairs", pairs]
-    flags += ["--encoder-langtok", "src", "--decoder-langtok"]
+    flags += ["--encoder-langtok", encoder] * bool(encoder) + ["--decoder-langtok"] * bool(decoder)
     return files, flags, dict.fromkeys(languages, checksum(symbols))
 
 

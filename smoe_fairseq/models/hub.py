@@ -397,7 +397,9 @@ class Translator(TrainedModel):
             problem = "several directions are possible" if matches else "no such direction"
             expected = f"one of {', '.join(known)}"
             if len(known) > _MOST_SHOWN:
-                wrong = next((lang for lang in (source, target) if lang and lang not in languages), None)
+                wrong = next(
+                    (lang for lang in (source, target) if lang and lang not in languages), None
+                )
                 near = difflib.get_close_matches(wrong or "", languages, 3, 0.3)
                 expected = f"two of {len(languages)} languages"
                 expected += f"; {wrong} is none, but {', '.join(near)}" if near else ""
