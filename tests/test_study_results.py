@@ -1,6 +1,7 @@
-"""The study in ``results/``: its reports are what the command makes of it, and the docs have them."""
+"""The study in ``results/``: the numbers of its reports are those that the command makes of it."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from smoe_fairseq.recipes.study import results as study_results
 
 ROOT = Path(__file__).parents[1]
 REPORTS = sorted((ROOT / "results").rglob("report.md"))
+NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
 MULTI30K = ROOT / "results/multi30k/report.md"
 LIBREOFFICE = ROOT / "results/libreoffice/report.md"
 
@@ -32,7 +34,8 @@ def test_a_report_is_made_of_the_files_beside_it(report, tmp_path, monkeypatch):
     (tmp_path / dataset / "report.md").unlink()
     again = report_of(tmp_path / dataset, monkeypatch)
     where = report.parent.parent.relative_to(ROOT)
-    assert again == report.read_text(), f"RESULTS_DIR={where} scripts/report.sh {dataset}"
+    found, written = (NUMBER.findall(text) for text in (again, report.read_text()))
+    assert found == written, f"RESULTS_DIR={where} scripts/report.sh {dataset}"
 
 
 @pytest.mark.parametrize("report", [MULTI30K, LIBREOFFICE], ids=lambda path: path.parent.name)
