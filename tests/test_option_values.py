@@ -62,10 +62,50 @@ SOAK = {*BAD} - {
 }
 
 
-@pytest.mark.parametrize("given", [soak(g) if g in SOAK else g for g in BAD])
-def test_a_bad_value_is_named(corpus, tmp_path, given):
-    command = ("fairseq-train", corpus, "--save-dir", tmp_path / "run", *TINY, *given.split())
-    refused(run(*command, check=False), BAD[given])
+OTHER_CRITERION = "--arch smoe_transformer_tiny --no-share-all-embeddings --smoe-strata 4-4"
+SAMPLED = """--task translation_multi_simple_epoch --langs src,tgt --lang-pairs src-tgt
+    --sampling-method temperature"""
+UNTRANSLATED = {  # options that fairseq would ignore, or that end in a KeyError or TypeError
+    "fairseq-generate": {
+        "--shard-id 1": "--shard-id 1",
+        "--constraints": "--constraints",
+        "--print-step": "--print-step",
+        "--match-source-len --diversity-rate 0.5": "--match-source-len and --diversity-rate",
+        "--max-source-positions 1 --skip-invalid-size-inputs-valid-test": "--gen-subset test",
+    },
+    "fairseq-interactive": {
+        "--score-reference": "--score-reference",
+        "--lm-path lm.pt": "--lm-path",
+        "--bpe sentencepiece": "--sentencepiece-model",
+    },
+    "fairseq-train": {
+        f"{SAMPLED} --sampling-temperature -1": "--sampling-temperature -1.0",
+        f"{SAMPLED} --sampling-weights {{'src-tgt':1}}": "--sampling-weights",
+    },
+}
+WITHOUT_EFFECT = {  # with another criterion
+    "--criterion masked_lm": "",
+    "--moe-balance bias": "--moe-second-expert-policy all",
+    "--moe-balance-over update": "",
+    "--smoe-capacity-budget": "1.5",
+}
+CASES = [("fairseq-train", given, given in SOAK, [BAD[given]]) for given in BAD]
+CASES += [(p, given, False, [n]) for p, each in UNTRANSLATED.items() for given, n in each.items()]
+for flag, more in WITHOUT_EFFECT.items():
+    named = [flag, "--criterion smoe_label_smoothed_cross_entropy"]
+    words = f"--user-dir {PLUGIN} {OTHER_CRITERION} {flag} {more}"
+    CASES.append(("fairseq-train", words, "-over" in flag, named))
+
+
+@pytest.mark.parametrize(
+    "program, given, named",
+    [soak(p, g, n) if long else (p, g, n) for p, g, long, n in CASES],
+)
+def test_a_bad_value_is_named(corpus, post_norm, tmp_path, program, given, named):
+    words = [*generation(corpus, post_norm), "--user-dir", PLUGIN]
+    if program == "fairseq-train":
+        words = [corpus, "--save-dir", tmp_path / "run", *TINY]
+    refused(run(program, *words, *given.split(), check=False, stdin="a b\n"), *named)
     assert not list((tmp_path / "run").glob("*.pt"))
 
 
@@ -99,80 +139,6 @@ def test_overrides_that_change_nothing_are_named(corpus, post_norm, given, named
     refused(run("fairseq-generate", *words, check=False, fresh=fresh), f"--model-overrides {named}")
     words = ["--path", post_norm, *words[words.index("--cpu") :], "--max-tokens", 300]
     refused(run("fairseq-validate", corpus, *words, check=False), f"--model-overrides {named}")
-
-
-UNTRANSLATED = {  # options of fairseq-generate that it would ignore, or that end in a KeyError or TypeError
-    "--shard-id 1": "--shard-id 1",
-    "--constraints": "--constraints",
-    "--print-step": "--print-step",
-    "--match-source-len --diversity-rate 0.5": "--match-source-len and --diversity-rate",
-    "--max-source-positions 1 --skip-invalid-size-inputs-valid-test": "--gen-subset test",
-}
-
-
-@pytest.mark.parametrize("given", UNTRANSLATED)
-def test_an_option_that_a_translation_cannot_follow_is_named(corpus, post_norm, given):
-    words = [*generation(corpus, post_norm), "--user-dir", PLUGIN, *given.split()]
-    refused(run("fairseq-generate", *words, check=False), UNTRANSLATED[given])
-
-
-def test_dropout_that_would_be_retained_in_part_is_refused(small_corpus, sparse):
-    words = [*generation(small_corpus, sparse), "--user-dir", PLUGIN, "--retain-dropout"]
-    refused(run("fairseq-generate", *words, check=False), "--retain-dropout: ")
-
-
-@pytest.mark.parametrize(
-    "given, named",
-    [
-        *((x, x.split()[0]) for x in ("--score-reference", "--lm-path lm.pt")),
-        ("--bpe sentencepiece", "--sentencepiece-model"),
-    ],
-)
-def test_an_option_that_interactive_translation_lacks_is_named(corpus, post_norm, given, named):
-    words = [*generation(corpus, post_norm), "--user-dir", PLUGIN, *given.split()]
-    result = run("fairseq-interactive", *words, check=False, stdin="a b\n")
-    refused(result, named)
-
-
-OTHER_CRITERION = "--arch smoe_transformer_tiny --no-share-all-embeddings --smoe-strata 4-4"
-WITHOUT_EFFECT = {
-    "--criterion masked_lm": "",
-    "--moe-balance bias": "--moe-second-expert-policy all",
-    "--moe-balance-over update": "",
-    "--smoe-capacity-budget": "1.5",
-}
-
-
-@pytest.mark.parametrize("flag", [soak(f) if "-over" in f else f for f in WITHOUT_EFFECT])
-def test_what_another_criterion_would_leave_without_effect_is_refused(corpus, tmp_path, flag):
-    given = (*OTHER_CRITERION.split(), *flag.split(), *WITHOUT_EFFECT[flag].split())
-    command = ("fairseq-train", corpus, "--save-dir", tmp_path / "run", *TINY, *given)
-    result = run(*command, "--user-dir", PLUGIN, check=False)
-    refused(result, flag, "--criterion smoe_label_smoothed_cross_entropy")
-    assert not (tmp_path / "run").exists()
-
-
-def test_experts_without_a_balance_loss_are_told_of(corpus, tmp_path):
-    """A model without experts has nothing to be told of."""
-    for more, count in (("--max-update 1", 1), ("--max-update 1 --moe-freq 0", 0)):
-        given = (*OTHER_CRITERION.split()[: 3 if count == 0 else None], *more.split())
-        command = ("fairseq-train", corpus, "--save-dir", tmp_path / more[-1], *TINY, *given)
-        told = run(*command, "--user-dir", PLUGIN, "--disable-validation").stdout
-        assert told.count("has no loss for load balance") == count
-
-
-@pytest.mark.parametrize(
-    "given, named",
-    [
-        (("--sampling-temperature", -1), ("--sampling-temperature -1.0", "0.01")),
-        (("--sampling-weights", "{'src-tgt': 1}"), ("--sampling-weights", "main:src-tgt")),
-    ],
-)
-def test_how_a_task_with_a_name_space_draws_is_named(corpus, tmp_path, given, named):
-    task = "--task translation_multi_simple_epoch --langs src,tgt --lang-pairs src-tgt"
-    given = (*task.split(), "--sampling-method", "temperature", *given)
-    result = run("fairseq-train", corpus, "--save-dir", tmp_path, *TINY, *given, check=False)
-    refused(result, *named)
 
 
 def test_a_stack_trace_can_be_asked_for(corpus, tmp_path):
