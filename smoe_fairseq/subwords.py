@@ -25,15 +25,12 @@ def write_sums(folder: Path) -> None:
 
 def check_sum(dictionary: Path) -> None:
     """Raise UsageError unless a dictionary is the one of `write_sums`, if its folder has checksums."""
-    if (sums := dictionary.parent / SUMS).exists():
-        known = dict(
-            reversed(line.split(maxsplit=1)) for line in read_text(sums).splitlines() if " " in line
-        )
-        if known.get(dictionary.name, "") not in ("", _sum(dictionary)):
-            advice = "restore it, or prepare the data again"
-            raise UsageError(
-                f"{dictionary} is not what it was when text was binarised by it: {advice}"
-            )
+    sums = dictionary.parent / SUMS
+    lines = read_text(sums).splitlines() if sums.exists() else []
+    known = [line for line in lines if line.endswith(f" {dictionary.name}")]
+    if known and not known[0].startswith(_sum(dictionary)):
+        binarised = "is not what it was when text was binarised with it"
+        raise UsageError(f"{dictionary} {binarised}: restore it, or prepare the data again")
 
 
 def _sum(file: Path) -> str:

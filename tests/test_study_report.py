@@ -237,12 +237,21 @@ def test_runs_of_different_directions_are_named(two_runs):
     assert "moe in en-fr and " in said and "smoe-4-4 in en-de" in said
 
 
-def test_runs_on_different_test_sets_are_named(two_runs):
+@pytest.mark.parametrize(
+    "key, values",
+    [
+        ("test_checksum", ("a", "b")),
+        ("checkpoint", ("checkpoint_best.pt", "checkpoint_last.pt")),
+        ("generate", ("--beam 5", "--beam 1")),
+    ],
+)
+def test_runs_that_were_scored_on_other_tests_or_otherwise_are_named(two_runs, key, values):
     folder, _ = two_runs
-    for run in ("moe", "smoe-4-4"):
-        change_scores(folder / "results/multi30k" / run, "en-de", test_checksum=run)
+    for run, value in zip(("moe", "smoe-4-4"), values, strict=True):
+        direction = "en-de" if key == "test_checksum" else ""
+        change_scores(folder / "results/multi30k" / run, direction, **{key: value})
     said = refusal(report_of(folder))
-    assert "/moe" in said and "/smoe-4-4" in said and "(en-de)" in said
+    assert "/moe" in said and "/smoe-4-4" in said
 
 
 def test_flops_are_those_of_the_experts_that_a_gate_learnt(two_runs):

@@ -86,6 +86,10 @@ def _systems(dataset: Dataset) -> dict[str, list[Result]]:
         if different := scores.different_tests(results[0].scores, result.scores, now={}):
             both = f"{result.folder} and {results[0].folder} are scored on different test sets"
             raise UsageError(f"{both} ({', '.join(different)}): score and save them again")
+        runs = {scores.other_search(dataset, r.folder): r.folder for r in (results[0], result)}
+        if len(runs) > 1:
+            ways = " and ".join(f"{run} with {way or 'the usual'}" for way, run in runs.items())
+            raise UsageError(f"runs are evaluated in different ways: {ways}: evaluate them alike")
     if mixed := scores.different_signatures(*(result.scores for result in results)):
         where = f"{folder_of(dataset.name)}: scores of {', '.join(sorted(mixed))}"
         warn(f"{where} cannot be compared, since their sacreBLEU signatures differ")
