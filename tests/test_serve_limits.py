@@ -3,13 +3,14 @@
 import asyncio
 import http.client
 import json
+import os
 import signal
 import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from programs import HANGS
+from programs import HANGS, wait_until
 from serving import JSON, Serving
 from test_serve import GOOD, LONG, expected
 
@@ -47,6 +48,9 @@ def test_a_full_queue_says_so_and_the_rest_is_answered(tiny_run):
 
 class Broken(Engine):
     """An engine whose model fails at one text."""
+
+    def stop(self):
+        pass
 
     def __init__(self):
         self.name = "broken"
@@ -199,6 +203,20 @@ def test_who_waits_too_long_is_told(tiny_run):
         status, content = serving.post(**GOOD)
         assert status == 504 and "no translation within 0.001 s" in content["error"]
         assert serving.get("/health")["status"] == "ok"
+
+
+@pytest.mark.parametrize("more", [(), ("--max-batch", 1)])
+def test_a_second_signal_ends_it_at_once(tiny_run, more):
+    long = {"texts": ["1 2 3 4 5 6 7 8 9 " * 6] * 64, "beam": 20, "source": "en", "target": "fr"}
+    with Serving(tiny_run, *more) as serving, ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(serving.post, **long)
+        wait_until(lambda: serving.get("/health")["translating"])
+        os.kill(serving.program.pid, signal.SIGINT)
+        wait_until(lambda: socket.socket().connect_ex(("127.0.0.1", serving.port)))
+        assert serving.stop(signal.SIGINT) == 128 + signal.SIGINT
+        status, content = asked.result()
+        assert status == 503 and "stopping" in content["error"]
+        assert "Traceback" not in serving.output and "rror" not in serving.output
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])

@@ -21,7 +21,9 @@ def test_candidates_are_those_with_the_greatest_dice_coefficient():
     generator = np.random.default_rng(1)
     source, target = ((generator.random((40, 9)) < 0.3).astype(np.int32) for _ in range(2))
     source[:, 8] = target[:, 5] = 0  # tokens that never occur
-    table, frequent = candidates(sparse.csr_matrix(source), sparse.csr_matrix(target), 3, 4)
+    matrices = sparse.csr_matrix(source), sparse.csr_matrix(target)
+    table, frequent = candidates(*matrices, 3, 4)
+    assert candidates(*matrices, 10**20, 10**20)[0].shape == (9, 9)
     assert table.shape == (9, 3) and (table[8] == Dictionary().eos()).all()
     for s in range(8):
         dice = [

@@ -73,7 +73,7 @@ def test_refused(tmp_path, monkeypatch, words, said):
     [
         *(("--vocab-size", str(10**20)), ("--vocab-size", "0"), ("--character-coverage", "nan")),
         *(("--input-sentence-size", "-1"), ("--output", "")),
-        *(("--user-defined-symbols", word) for word in ("", "a b", "<pad>")),
+        *(("--user-defined-symbols", word) for word in ("", "a b", f"{'a' * 300} b")),
     ],
 )
 def test_a_value_that_cannot_be_is_named(capsys, flag, value):

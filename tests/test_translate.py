@@ -20,6 +20,7 @@ from test_translator import evaluated
 
 from smoe_fairseq.analysis.inputs import load
 from smoe_fairseq.analysis.sentence import run_pair
+from smoe_fairseq.cli import main
 
 SEARCH = ("--beam", 2, "--max-len-b", 10)  # as the recipe's evaluation was told
 RUN = "runs/tiny/smoe-2-2"
@@ -247,6 +248,12 @@ def test_numbers_that_are_none(folder, flag, value):
     result = run("smoe", "translate", "run", flag, value, cwd=folder, check=False)
     assert result.returncode == 2 and f"argument {flag}" in result.stdout
     assert f"{value}: expected a" in result.stdout
+
+
+def test_a_prefix_that_is_not_utf8(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(["translate", "run", "--prefix", "\udcff"])
+    assert "argument --prefix: " in capsys.readouterr().err
 
 
 def command_of(*words) -> list[str]:

@@ -7,6 +7,7 @@ environment variable.
 import argparse
 import importlib
 import inspect
+import os
 import shlex
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Callable, Iterator
@@ -267,7 +268,7 @@ def _set_variables(settings: dict[Setting, str]) -> Iterator[None]:
 
 
 def _symbol(text: str) -> str:
-    if Path(text).is_file():
+    if os.path.isfile(text):  # False for words that are too long for a name
         raise ArgumentTypeError(f"{text} is a file; the texts come before this flag")
     if text.split() != [text] or text in ("<s>", "<pad>", "</s>", "<unk>"):
         raise ArgumentTypeError(f"{text!r}: expected a word that is no mark of fairseq's")

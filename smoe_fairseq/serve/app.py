@@ -139,7 +139,7 @@ class WebApp:
         self.timeout, self.stopping = timeout, stopping
         self.max_texts = min(MAX_TEXTS, max_waiting)
         self.queue: RequestQueue
-        self.too_late: asyncio.Event
+        self.too_late = asyncio.Event()
 
     def asgi(self, hosts: frozenset[str] | None) -> Guard:
         """The application; its lifespan is the queue's.
@@ -167,8 +167,8 @@ class WebApp:
 
     @asynccontextmanager
     async def _lifespan(self, app: Starlette) -> AsyncIterator[None]:
-        self.too_late = asyncio.Event()
-        self.queue = RequestQueue(self.engine.translate, self.max_batch, self.max_waiting, LINGER)
+        limits = self.max_batch, self.max_waiting, LINGER
+        self.queue = RequestQueue(self.engine.translate, *limits, self.engine.stop)
         try:
             yield
         finally:

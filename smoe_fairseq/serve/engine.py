@@ -154,6 +154,7 @@ class RequestQueue:
         max_batch: maximum number of texts per batch.
         max_waiting: maximum number of texts in the queue, without those that are being translated.
         linger: seconds that the first text of a batch waits for others.
+        stop: ends ``translate`` when its results are no longer needed.
     """
 
     def __init__(
@@ -162,8 +163,9 @@ class RequestQueue:
         max_batch: int,
         max_waiting: int,
         linger: float,
+        stop: Callable[[], None] = lambda: None,
     ):
-        self.translate = translate
+        self.translate, self.stop = translate, stop
         self.max_batch, self.max_waiting, self.linger = max_batch, max_waiting, linger
         self.batches = self.translated = 0  # so far
         self.translating = 0  # texts of the current batch
@@ -197,7 +199,10 @@ class RequestQueue:
         return len(self._waiting)
 
     def close(self, timeout: float | None = None) -> None:
-        """Refuse waiting texts with `QueueClosed`, and wait for the current batch."""
+        """Refuse waiting texts with `QueueClosed`, stop the current batch, and wait for that.
+
+        A thread that still computes when Python ends would abort the process.
+        """
         with self._changed:
             self._closed = True
             left = list(self._waiting)
@@ -206,6 +211,7 @@ class RequestQueue:
         for entry in left:
             if entry.future.set_running_or_notify_cancel():
                 entry.future.set_exception(QueueClosed())
+        self.stop()
         self._worker.join(timeout)
 
     def _work(self) -> None:
@@ -246,8 +252,9 @@ class RequestQueue:
             results = self.translate([entry.text for entry in batch], batch[0].kind)
             answers = list(zip(batch, results, strict=True))
         except Exception as error:
-            if len(batch) == 1:
-                batch[0].future.set_exception(error)
+            if len(batch) == 1 or self._closed:
+                for entry in batch:
+                    entry.future.set_exception(QueueClosed() if self._closed else error)
                 return
             for entry in batch:  # so that only the text that causes the error fails
                 self._translate([entry])
@@ -281,6 +288,10 @@ class Engine:
         self.languages = list(dict.fromkeys(itertools.chain(*pairs)))
         self.blocks = moe_blocks(translator.models[0])
         self.finder = StopFinder(translator.models[0], task)
+
+    def stop(self) -> None:
+        """End running translations, which then raise RuntimeError."""
+        self.model.stop()
 
     def description(self) -> dict:
         """The answer to ``GET /languages``."""

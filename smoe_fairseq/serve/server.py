@@ -130,6 +130,13 @@ class Server(uvicorn.Server):
         super().__init__(config)
         self.web = web
 
+    def handle_exit(self, sig: int, frame) -> None:
+        """A second signal refuses pending requests at once; uvicorn would drop them and the queue."""
+        if self.should_exit:
+            self.web.too_late.set()
+        super().handle_exit(sig, frame)
+        self.force_exit = False
+
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self.web.stop()
         await super().shutdown(sockets)

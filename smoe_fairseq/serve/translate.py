@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 from smoe_fairseq.errors import UsageError, quietly
 from smoe_fairseq.files import whole_file
-from smoe_fairseq.flags import at_least, filled, flag_of
+from smoe_fairseq.flags import at_least, decoded, filled, flag_of
 from smoe_fairseq.host_memory import keep_freed_memory
 
 
@@ -119,7 +119,8 @@ def add_translate_arguments(parser: ArgumentParser) -> None:
         action="store_true",
         help="translate each line before reading the next, for programs that wait; slower",
     )
-    parser.add_argument("--prefix", default="", metavar="TEXT", help="start of every translation")
+    words = "start of every translation"
+    parser.add_argument("--prefix", default="", metavar="TEXT", type=decoded, help=words)
     parser.add_argument("--json", action="store_true", help="print a JSON object per line")
     parser.add_argument(
         *("--nbest", "-n"),

@@ -125,7 +125,8 @@ def candidates(
         pairs = pairs + source[part].T @ target[part]
     pairs = sparse.csr_matrix(pairs)
     count_S, count_T = (np.asarray(x.sum(0)).ravel() for x in (source, target))
-    table_SC = np.full((source.shape[1], number), Dictionary().eos(), dtype=np.int32)
+    width = min(number, target.shape[1])
+    table_SC = np.full((source.shape[1], width), Dictionary().eos(), dtype=np.int32)
     for token in np.flatnonzero(np.diff(pairs.indptr)):
         row = slice(pairs.indptr[token], pairs.indptr[token + 1])
         others = pairs.indices[row]

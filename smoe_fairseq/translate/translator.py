@@ -162,6 +162,12 @@ class BatchTranslator:
             for model in self.models:
                 quantize(model) if int8 else pack(model)
         self.shortlist = None if shortlist is None else Shortlist(shortlist, translator.task)
+        self.searches: set[BeamSearch] = set()  # that are running
+
+    def stop(self) -> None:
+        """End running translations: they raise RuntimeError. fairseq's own search does not end."""
+        for search in list(self.searches):
+            search.stop()
 
     def translate_batch(
         self,
@@ -261,8 +267,11 @@ class BatchTranslator:
 
         batches = list(by_length(lengths.tolist(), self.max_tokens // self.threads))
         threads = min(self.threads, len(batches))
-        stop = search.stop if threads > 1 else None
-        yield from in_threads(translate, batches, threads, stop)
+        self.searches |= {search} if self.ours else set()
+        try:
+            yield from in_threads(translate, batches, threads, search.stop if threads > 1 else None)
+        finally:
+            self.searches -= {search}
 
     @property
     def threads(self) -> int:
