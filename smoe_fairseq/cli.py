@@ -69,8 +69,7 @@ COMMANDS = {
 @flush_stdout()
 def main(argv: list[str] | None = None) -> int:
     """Runs one subcommand and returns its exit status."""
-    # Otherwise Python searches all of torch's objects for garbage as it exits, for a second.
-    atexit.register(gc.freeze)
+    atexit.register(_freeze)
     argv = sys.argv[1:] if argv is None else argv
     parser = CommandParser(prog="smoe", description="Tools of smoe_fairseq.")
     parser.add_argument(
@@ -96,6 +95,15 @@ def main(argv: list[str] | None = None) -> int:
     if unknown:
         subparsers.choices[args.command].error(f"unrecognized arguments: {' '.join(unknown)}")
     return args.run(args) or 0
+
+
+def _freeze() -> None:
+    """Keep Python from searching all of torch's objects for garbage as it exits, for a second.
+
+    Not with triton (which torch imports with its compiler): nanobind would list its objects as leaked.
+    """
+    if "triton" not in sys.modules:
+        gc.freeze()
 
 
 def add_path_arguments(parser: ArgumentParser) -> None:

@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from commands import refused, smoe, train
+from commands import refused, run, smoe, train
 from family import FAMILY
 from test_model import make_batch, make_model
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -28,6 +28,14 @@ def table(request):
 def cost(*flags) -> dict:
     output = smoe("cost", "--json", *flags).stdout
     return json.loads(output[output.index("{") :])
+
+
+@pytest.mark.soak
+def test_it_ends_with_triton_as_without():
+    """nanobind lists what is not freed at the end."""
+    pytest.importorskip("triton")
+    words = ("smoe", "cost", "--arch", "smoe_transformer_tiny", "--vocab-size", 100)
+    assert "leaked" not in run(*words, fresh=True).stdout
 
 
 def test_parameters_are_the_papers(table):

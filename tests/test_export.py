@@ -146,11 +146,11 @@ def test_what_ctranslate2_has_not_is_refused(ctranslate2, dense, sparse, tmp_pat
     path = changed(
         dense,
         tmp_path / "mixed.pt",
-        lambda state: state["cfg"]["model"].update(encoder_normalize_before=False),
+        lambda state: state["cfg"]["model"].update(activation_fn="relu_squared"),
     )
     sentence = refusal("export", path, *ask)
     assert f"{path}: CTranslate2 does not convert this model: " in sentence
-    assert "--encoder-normalize-before and --decoder-normalize-before" in sentence
+    assert "--activation-fn relu_squared" in sentence
     path = changed(
         dense, tmp_path / "moved.pt", lambda state: state["cfg"]["task"].update(data="gone")
     )

@@ -74,6 +74,8 @@ def test_several_strata_begin_near_it_whatever_the_gates_choose(
         output = tmp_path / f"{seed}.pt"
         call("upcycle", dense, *words.split(), "--seed", seed, "--output", output)
     near = [distance(tmp_path / f"{seed}.pt", dense, small_corpus) for seed in (1, 2)]
+    one, two = (load(tmp_path / f"{seed}.pt")["model"] for seed in (1, 2))
+    assert any(not torch.equal(one[name], two[name]) for name in one if ".gates." in name)
 
     def full(state):
         for name, tensor in state["model"].items():
@@ -83,7 +85,7 @@ def test_several_strata_begin_near_it_whatever_the_gates_choose(
 
     changed(tmp_path / "1.pt", tmp_path / "full.pt", full)
     far = distance(tmp_path / "full.pt", dense, small_corpus)
-    assert near[0] != near[1] and max(near) < far * part
+    assert max(near) < far * part
 
 
 @pytest.mark.soak
