@@ -141,6 +141,20 @@ def test_overrides_that_change_nothing_are_named(corpus, post_norm, given, named
     refused(run("fairseq-validate", corpus, *words, check=False), f"--model-overrides {named}")
 
 
+def test_dropout_that_would_be_retained_in_part_is_refused(small_corpus, sparse):
+    words = [*generation(small_corpus, sparse), "--user-dir", PLUGIN, "--retain-dropout"]
+    refused(run("fairseq-generate", *words, check=False), "--retain-dropout: ")
+
+
+def test_experts_without_a_balance_loss_are_told_of(corpus, tmp_path):
+    """A model without experts has nothing to be told of."""
+    for more, count in (("--max-update 1", 1), ("--max-update 1 --moe-freq 0", 0)):
+        given = (*OTHER_CRITERION.split()[: 3 if count == 0 else None], *more.split())
+        command = ("fairseq-train", corpus, "--save-dir", tmp_path / more[-1], *TINY, *given)
+        told = run(*command, "--user-dir", PLUGIN, "--disable-validation").stdout
+        assert told.count("has no loss for load balance") == count
+
+
 def test_a_stack_trace_can_be_asked_for(corpus, tmp_path):
     command = ("fairseq-train", corpus, "--save-dir", tmp_path, *TINY, "--warmup-updates", 0)
     quiet = run(*command, check=False).stdout
