@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pretrained
 import pytest
 from commands import run, run_python
 
@@ -55,7 +56,7 @@ SMALLER = {
 # What makes an environment, does not end, or needs what is not there: SLURM, NLLB, other packages.
 LEFT_OUT = (
     *("make setup", ". .venv/bin/activate", "smoe serve", "curl", "    -d", "scripts/slurm.sh"),
-    *("smoe import nllb-moe", "smoe translate nllb.pt", "pip install"),
+    *("hf download", "smoe import nllb-moe", "smoe translate nllb.pt", "pip install"),
     *("smoe export runs/mine/dense/checkpoint_best.pt --to ctranslate2",),
 )
 
@@ -82,7 +83,9 @@ def write_captions(folder: Path) -> None:
             (folder.parent / f"{own}.{language}").write_text(lines, "utf-8")
 
 
-def run_commands(page: str, folder: Path, given: dict[str, str]) -> tuple[dict[str, str], set[str]]:
+def run_commands(
+    page: str, folder: Path, given: dict[str, str], smaller: dict[str, str] = SMALLER
+) -> tuple[dict[str, str], set[str]]:
     """Run a page's commands with smaller models; returns outputs by first words, and `SMALLER`'s used."""
     (folder / "scripts").symlink_to(ROOT / "scripts")
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
@@ -97,7 +100,7 @@ def run_commands(page: str, folder: Path, given: dict[str, str]) -> tuple[dict[s
     for line in commands_of(page):
         if line.startswith(LEFT_OUT):
             continue
-        for command, flags in SMALLER.items():
+        for command, flags in smaller.items():
             if line.removeprefix('echo "Ein Hund rennt." | ').startswith(command):
                 before, hash_, words = line.partition("  # ")
                 line = f"{before.rstrip()} {flags}"
@@ -122,6 +125,27 @@ def test_the_commands_of_the_start_page(tmp_path):
     assert len(outputs['echo "Ein'].splitlines()) == 1
     assert outputs["fairseq-generate data-bin"].count("\nD-") == 8
     assert (tmp_path / "data-bin/spm.model").exists()
+
+
+@pytest.mark.soak
+def test_the_commands_of_fine_tuning(tmp_path, nllb):
+    """With a small NLLB-200 in the place of the published one."""
+    page = (ROOT / "docs/finetune.md").read_text("utf-8")
+    configs = shutil.copytree(ROOT / "configs", tmp_path / "configs")
+    content = re.search(r"```yaml\n(# configs/datasets/mine.yaml.*?)```", page, re.DOTALL)[1]
+    content += "raw: {parallel: {valid: 10, test: 8}}\nvalidate: {sentences: 4}\n"
+    (configs / "datasets/mine.yaml").write_text(content)
+    (tmp_path / "nllb-600M").symlink_to(nllb)
+    (tmp_path / "text").mkdir()
+    lines = pretrained.lines(60)
+    rows = "".join(f"{line}\t{line}\n" for line in lines)
+    (tmp_path / "text/en-sw.tsv").write_text(rows, "utf-8")
+    (tmp_path / "text.en").write_text("".join(f"{line}\n" for line in lines[:2]), "utf-8")
+    smaller = {command: flags for command, flags in SMALLER.items() if "prepare" not in command}
+    given = {"CONFIG_DIR": str(configs)}
+    outputs, _ = run_commands("docs/finetune.md", tmp_path, given, smaller)
+    assert "| pretrained " in outputs["scripts/table.sh mine"]
+    assert len((tmp_path / "text.sw").read_text("utf-8").splitlines()) == 2
 
 
 @pytest.mark.soak

@@ -88,6 +88,11 @@ def data_files(
     return files, flags, dict.fromkeys(languages, checksum(symbols))
 
 
+def languages_of(folder: Path) -> list[str]:
+    """The languages of a folder, in the order of their tokens; raises as `text`."""
+    return _vocabulary(folder)[1]
+
+
 def _vocabulary(folder: Path) -> tuple[list[str], list[str], bytes]:
     """The words of fairseq's dictionary by row, the languages in the order of their tokens, the subwords."""
     settings = read_json(folder / _SETTINGS, _FORM)

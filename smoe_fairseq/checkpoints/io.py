@@ -304,7 +304,7 @@ def other_flags(content: Mapping, task) -> dict[str, str]:
         )
         if (before or None) != (now or None):
             flags[name] = _as_flag(name, before)
-    if flags.keys() & {"encoder_langtok", "decoder_langtok"}:
+    if flags.keys() & {"encoder_langtok", "decoder_langtok"} or not saved.get("langtoks"):
         flags.pop("langtoks", None)  # fairseq sets it by these
     return flags
 

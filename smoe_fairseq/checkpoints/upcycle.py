@@ -166,9 +166,9 @@ def run_upcycle(args: Namespace) -> None:
         state = upcycle(args.path, moe_options, args.noise)
         sets.write_converted(state, args.output, args.force)
     layers = sum(name.endswith(".moe.experts.w1") for name in state["model"])
-    words = " ".join(
-        [*_sizes(state), *(_shown(name, value) for name, value in moe_options.items())]
-    )
+    sizes = size_flags(saved_options(Path(), state))
+    sizes = [f"--{name}" if value is True else f"--{name} {value}" for name, value in sizes.items()]
+    words = " ".join([*sizes, *(_shown(name, value) for name, value in moe_options.items())])
     print(
         f"{args.output}: {layers} MoE layers, whose experts are copies of the FFNs of {args.path}"
     )
@@ -178,12 +178,14 @@ def run_upcycle(args: Namespace) -> None:
     )
 
 
-def _sizes(state: Mapping) -> list[str]:
-    """The flags of the model's options without MoE layers, if they are not the defaults."""
-    values, default = saved_options(Path(), state), SMoETransformerConfig()
-    names = [n for n in SMoETransformerConfig.names() if not is_moe_option(n)]
-    changed = {n: values[n] for n in names if values[n] != getattr(default, n)}
-    return [_shown(f"no_{n}" if v is False else n, v is False or v) for n, v in changed.items()]
+def size_flags(options: Mapping) -> dict:
+    """The flags of a model's options without MoE layers, if they are not the defaults; True: a bare flag."""
+    default = SMoETransformerConfig()
+    names = [n for n in SMoETransformerConfig.names() if not is_moe_option(n) and n in options]
+    changed = {n: v for n in names if (v := options[n]) != getattr(default, n)}
+    return {
+        flag_of(f"no_{n}" if v is False else n)[2:]: v is False or v for n, v in changed.items()
+    }
 
 
 def _shown(name: str, value) -> str:

@@ -83,7 +83,12 @@ def check_config(config: DecoderOptions, task) -> None:
 
 
 def check_translation(config: SMoETransformerConfig, task) -> None:
-    """Raise ValueError if embeddings of different words would be shared."""
+    """Raise ValueError if embeddings of different words would be shared, or no part would be trained."""
+    parts = {"embeddings", *config.SIDES}
+    if not config.frozen < parts:
+        raise ValueError(
+            f"--freeze {config.freeze}: expected one or two of {', '.join(sorted(parts))}"
+        )
     if config.share_all_embeddings and task.source_dictionary != task.target_dictionary:
         raise ValueError(
             "--share-all-embeddings: expected --joined-dictionary data, or --no-share-all-embeddings"

@@ -414,6 +414,10 @@ class Translator(TrainedModel):
         task = copy.copy(self.task)  # calls for other directions may run at the same time
         task.args = Namespace(**vars(options))
         task.args.source_lang, task.args.target_lang = matches[0]
+        if options.fixed_dictionary:  # fairseq assigns it to the languages of the training only
+            dictionaries = task.data_manager.dicts
+            for language in matches[0]:
+                dictionaries.setdefault(language, task.source_dictionary)
         return task
 
 

@@ -265,6 +265,10 @@ def _terms(run: Run) -> tuple[Forecast, float, list[tuple[float, float]]]:
     size = shared + sum(experts)
     in_blocks = {p: run.share(block) for block in run.blocks for p in block.experts.parameters()}
     largest = max(p.numel() * in_blocks.get(p, 1) for p in run.model.parameters())
+    weights = size * run.bytes
+    frozen = [p for p in run.model.parameters() if not p.requires_grad]  # by --freeze
+    size -= round(sum(p.numel() * in_blocks.get(p, 1) for p in frozen))
+    shared -= sum(p.numel() for p in frozen if p not in in_blocks)
     state, copies = OPTIMIZERS[flags.optimizer]
     if flags.optimizer == "sgd" and getattr(flags, "momentum", 0):
         state = 1
@@ -282,7 +286,7 @@ def _terms(run: Run) -> tuple[Forecast, float, list[tuple[float, float]]]:
     exchange *= run.bytes
     gradients = size * run.bytes
     kept, at_loss, in_layer, maps = _per_token(run)
-    held = gradients + optimizer + exchange  # `gradients` bytes of weights
+    held = weights + optimizer + exchange
     earlier = gradients if flags.update_freq > 1 else 0
     output = run.model.decoder.output_projection.weight.numel() * run.bytes
     points = [
@@ -290,7 +294,7 @@ def _terms(run: Run) -> tuple[Forecast, float, list[tuple[float, float]]]:
         (held + gradients, in_layer),
         (held + gradients + 4 * copies * largest, 0),
     ]
-    return Forecast(gradients, gradients, round(optimizer), exchange, 0, 0), kept, points
+    return Forecast(weights, gradients, round(optimizer), exchange, 0, 0), kept, points
 
 
 def _per_token(run: Run) -> tuple[float, float, float, float]:

@@ -250,6 +250,14 @@ class SMoETransformerConfig(DecoderOptions):
     share_all_embeddings: bool = option(True, "share encoder, decoder and output embeddings")
     max_source_positions: int = option(POSITIONS, "maximum number of source tokens")
     max_target_positions: int = option(POSITIONS, "maximum number of target tokens")
+    freeze: str = option(
+        "", "parts not to train: embeddings, encoder, decoder (without embeddings), by commas"
+    )
+
+    @property
+    def frozen(self) -> frozenset[str]:
+        """The parts of ``--freeze``."""
+        return frozenset(filter(None, self.freeze.split(",")))
 
 
 @dataclass

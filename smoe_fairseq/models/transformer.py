@@ -206,7 +206,12 @@ class SMoETransformerModel(SparseModel, TransformerModelBase):
     @classmethod
     def of_config(cls, config, task):
         transformer = with_experts(config, task.source_dictionary, task.target_dictionary)
-        return super(SparseModel, cls).build_model(transformer, task)
+        model = super(SparseModel, cls).build_model(transformer, task)
+        for name, parameter in model.named_parameters():
+            tied = "embed_tokens" in name or "output_projection" in name
+            if ("embeddings" if tied else name.partition(".")[0]) in config.frozen:
+                parameter.requires_grad_(False)
+        return model
 
     @classmethod
     def build_encoder(cls, cfg, src_dict, embed_tokens):

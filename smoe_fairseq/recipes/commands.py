@@ -55,6 +55,9 @@ SETTINGS = [
     Setting("PRECISION", "TYPE", "auto, bf16, fp16 or fp32", "the data set's, mostly auto"),
     Setting("JOBS", "N", "processes (study: runs) in parallel", "as cores and memory allow"),
     Setting("WORKERS", "N", "processes of each step", "all cores"),
+    Setting(
+        "PRETRAINED", "PATH", "model to fine-tune: run, checkpoint or folder", "the data set's"
+    ),
     Setting("RAW", "PATH", "folder of text; for m4, m15, libreoffice: or archive", "download"),
     Setting("DATA_DIR", "DIR", "folder of prepared data sets", "data"),
     Setting("RUN_DIR", "DIR", "folder of runs", "runs"),
@@ -83,7 +86,7 @@ RECIPES = {
     "prepare": Command(
         "data.prepare:prepare",
         "download and binarise a data set; FLAGS are those of `smoe subwords learn`",
-        ("RAW", "WORKERS", *_FOLDERS),
+        ("RAW", "PRETRAINED", "WORKERS", *_FOLDERS),
     ),
     "train": Command(
         "training.train:train",
@@ -122,6 +125,7 @@ STEPS = {
     "unpack": Command("data.download:unpack", "step: the archives' files that are needed"),
     "adopt": Command("data.binarise:adopt", "step: binarised text as it is"),
     "gather": Command("data.prepare:gather", "step: one text layout"),
+    "adapt": Command("data.adapt:adapt", "step: pretrained model with this data set's subwords"),
     "learn": Command("data.subwords:learn", "step: sentencepiece model"),
     "encode": Command("data.subwords:encode", "step: text to subwords"),
     "binarise": Command("data.binarise:binarise", "step: subwords to numbers"),
@@ -228,8 +232,9 @@ def _run(name: str, function: Callable, args: Namespace) -> None:
     with _set_variables(settings):
         if "dataset" in options:
             from smoe_fairseq.recipes.datasets import load_dataset  # imports omegaconf
+            from smoe_fairseq.recipes.pretrained import with_pretrained
 
-            options["dataset"] = load_dataset(args.dataset)
+            options["dataset"] = with_pretrained(load_dataset(args.dataset))
         function(**options)
 
 

@@ -93,6 +93,11 @@ SCHEMA: dict[str, Any] = {
     "base": str,
     "plugins": [str],
     "pairs": [str],
+    "pretrained": str,
+    "languages": {str: str},
+    "new-languages": {str: Settings(like=str)},
+    "add-subwords": _COUNT,
+    "trim": bool,
     "experts": _COUNT,
     "shards": Number(1, 1000, whole=True),  # whose files are all open at once
     "batch": {str: _COUNT},

@@ -4,7 +4,7 @@ import contextlib
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +29,13 @@ class Dataset:
     """A file of ``configs/datasets`` merged over ``configs/common.yaml``, which explains the keys."""
 
     name: str
-    pairs: tuple[str, ...]
+    pairs: tuple[str, ...]  # in the codes of a pretrained model
     plugins: list[str]
+    pretrained: str | None
+    codes: dict[str, str]  # `languages`: the pretrained model's code of each code of the text
+    new_languages: dict[str, dict[str, str]]
+    add_subwords: int | None
+    trim: bool | None
     experts: int | None
     shards: int
     batch: dict[str, int]
@@ -50,6 +55,7 @@ class Dataset:
     margins: dict[str, float]
     statements: dict[str, list[str]]
     classes: dict[str, list[str]]
+    start: dict[str, Any] | None = None  # the pretrained model's record; see `with_pretrained`
 
     @property
     def languages(self) -> tuple[str, ...]:
@@ -66,9 +72,20 @@ class Dataset:
         """The language of most pairs, such as English: the first such one."""
         return Counter("-".join(self.pairs).split("-")).most_common(1)[0][0]
 
+    @property
+    def in_text(self) -> "Dataset":
+        """The data set with the codes of its text, in place of those of a pretrained model."""
+        codes = {model: code for code, model in self.codes.items()}
+        return replace(self, pairs=tuple(translated(pair, codes) for pair in self.pairs))
+
     def pair_of(self, direction: str) -> str:
         """The pair whose files contain a direction's text."""
         return next(pair for pair in both_orders(direction) if pair in self.pairs)
+
+
+def translated(pair: str, codes: Mapping[str, str]) -> str:
+    """A pair with other codes of its languages."""
+    return "-".join(codes.get(code, code) for code in pair.split("-"))
 
 
 def both_orders(pair: str) -> tuple[str, str]:
@@ -161,8 +178,19 @@ def load_dataset(name: str) -> Dataset:
     for key in RECIPE_FLAGS & merged["generate"].keys():
         raise UsageError(f"{path}: `generate.{key}` is set by the recipe")
     import_plugins_of(merged)
-    values = {key: merged.get(key) for key in SCHEMA if key != "base"}
-    return Dataset(name=name, **(values | {"pairs": tuple(pairs)}))
+    values = {key.replace("-", "_"): merged.get(key) for key in SCHEMA if key != "base"}
+    codes = values["codes"] = values.pop("languages")
+    if unused := sorted(codes.keys() - known_languages):
+        raise UsageError(f"{path}: `languages` has {unused[0]}, which none of `pairs` has")
+    values["pairs"] = tuple(translated(pair, codes) for pair in pairs)
+    if wrong := [pair for pair in values["pairs"] if not _is_pair(pair)]:
+        raise UsageError(f"{path}: `languages` makes the pair {wrong[0]}; expected two codes")
+    values["classes"] = {
+        key: [codes.get(code, code) for code in each] for key, each in merged["classes"].items()
+    }
+    if merged.get("add-subwords") and not merged["new-languages"]:
+        raise UsageError(f"{path}: `add-subwords`: expected it with `new-languages`")
+    return Dataset(name=name, **values)
 
 
 def _is_pair(name: str) -> bool:

@@ -108,6 +108,8 @@ def shard_folders(folder: Path) -> list[Path]:
 
 def vocab_size(dataset: Dataset) -> int:
     """Subwords of the prepared text, ``<unk>``, ``<s>`` and ``</s>`` among them; else the setting."""
+    if dataset.start:  # language tokens and <pad> are in its dictionary
+        return dataset.start["rows"] - 1 - len(dataset.languages)
     files = sorted(Folders(dataset.name).binary.glob("**/dict*.txt"))
     return read_plain(files[0]).count(b"\n") + 3 if files else int(dataset.subwords["vocab-size"])
 

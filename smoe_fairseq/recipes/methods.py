@@ -11,6 +11,7 @@ from smoe_fairseq.recipes.config_files import dataset_file, import_plugins_of, m
 from smoe_fairseq.recipes.datasets import Dataset
 from smoe_fairseq.recipes.program_flags import Flags
 
+PRETRAINED = "pretrained"  # a data set's pretrained model, which is scored and not trained
 MOE_FREQ = 2  # every second layer is an MoE layer, unless the data set sets moe-freq
 
 
@@ -25,6 +26,8 @@ def method_flags(name: str, dataset: Dataset) -> Flags:
     Raises:
         UsageError: the method is unknown, or needs ``experts`` and the data set does not set it.
     """
+    if dataset.start and name == PRETRAINED:
+        return {"moe-freq": 0}
     path, strata = method_file(name)
 
     def fill(value):

@@ -12,6 +12,7 @@ from tabulate import tabulate
 
 from smoe_fairseq.errors import UsageError
 from smoe_fairseq.forms import read_json
+from smoe_fairseq.languages import words_in
 from smoe_fairseq.recipes.data import readers
 from smoe_fairseq.recipes.data.binarise import UNKNOWN, read_index, token_dtype
 from smoe_fairseq.recipes.data.faults import MAX_RATIO, MAX_WORDS, SIDES, Faults
@@ -19,6 +20,7 @@ from smoe_fairseq.recipes.data.text_files import parallel_map
 from smoe_fairseq.recipes.datasets import Dataset
 from smoe_fairseq.recipes.evaluation.metrics import tokenizer_of
 from smoe_fairseq.recipes.folders import LEFT_OUT, Folders, shard_folders
+from smoe_fairseq.recipes.pretrained import source_of
 from smoe_fairseq.recipes.processes import warn
 from smoe_fairseq.recipes.program_flags import FAIRSEQ_POSITIONS
 from smoe_fairseq.subwords import read_subwords
@@ -50,6 +52,8 @@ def print_checks(dataset: Dataset, workers: int = 1) -> None:
         seen = set().union(*(other.seen for other in rows if other is not row))
         row.leaked["other pairs"] = len(seen & _tests(folders, row.pair))
     print(_table(rows), flush=True)
+    if source_of(dataset):
+        print(_by_language(dataset, rows), flush=True)
     advice = [f"{row.pair}: {words}" for row in rows for words in _advice(row, dataset)]
     for line in advice[:_SHOWN]:
         warn(line)
@@ -81,6 +85,8 @@ def _row(dataset: Dataset, folders: Folders, pair: str) -> Row:
         )
         row.seen |= others & {(languages[0], source), (languages[1], target)}
         counts.update(faults.of(source, target))
+        for language, line in zip(languages, (source, target)):
+            counts["words", language] += words_in(line)
     counts.setdefault("read", counts["kept"])
     counts["marked tests"] = sum("\u2581" in source + target for source, target in tests)
     counts["empty tests"] = sum(not (source and target) for source, target in tests)
@@ -100,21 +106,23 @@ def _left_out(file: Path, pair: str) -> Counter:
     return Counter()
 
 
-def _binarised(dataset: Dataset, binary: Path, pair: str) -> dict[str, int]:
-    """Counts of training pairs longer than the model's positions, and of unknown tokens."""
+def _binarised(dataset: Dataset, binary: Path, pair: str) -> Counter:
+    """Counts of training pairs longer than the model's positions, and of (unknown) subwords by language."""
     names = ("max-source-positions", "max-target-positions")
     limit = min(int(dataset.train.get(name, FAIRSEQ_POSITIONS)) for name in names)
-    long = unknown = 0
+    counts = Counter()
     for folder in shard_folders(binary):
         lengths = []
         for language in pair.split("-"):
             name = folder / f"train.{pair}.{language}"
             lengths.append(read_index(Path(f"{name}.idx")))
             content = np.fromfile(f"{name}.bin", dtype=token_dtype(Path(f"{name}.idx")))
-            unknown += int((content == UNKNOWN).sum())
+            counts["subwords", language] += len(content) - len(lengths[-1])  # without ends
+            counts["unknown", language] += int((content == UNKNOWN).sum())
         # Each side is source and target once, and gets a language token.
-        long += int((np.maximum(*lengths) + 1 > limit).sum())
-    return {"too long": long, "unknown": unknown}
+        counts["too long"] += int((np.maximum(*lengths) + 1 > limit).sum())
+    counts["unknown"] = sum(counts["unknown", language] for language in pair.split("-"))
+    return counts
 
 
 def reachable(model, lines: list[str], tokenizer: str) -> tuple[float, float]:
@@ -147,6 +155,19 @@ def _table(rows: list[Row]) -> str:
         unknown = f"{row.counts['unknown']:,}"
         body.append([row.pair, *numbers, leaked, unknown, scores[0], scores[1] + marked])
     alignment = ["left"] + ["right"] * (len(header) - 1)
+    return tabulate(body, header, tablefmt="pipe", colalign=alignment, disable_numparse=True)
+
+
+def _by_language(dataset: Dataset, rows: list[Row]) -> str:
+    """How well a pretrained model's subwords fit each language."""
+    body = []
+    for language in dataset.languages:
+        names = ("words", "subwords", "unknown")
+        words, subwords, unknown = (sum(row.counts[n, language] for row in rows) for n in names)
+        per_word, per_thousand = subwords / max(1, words), 1000 * unknown / max(1, subwords)
+        body.append([language, f"{words:,}", f"{per_word:.2f}", f"{per_thousand:.1f}"])
+    header = ["language", "words", "subwords per word", "unknown per 1,000 subwords"]
+    alignment = ["left", "right", "right", "right"]
     return tabulate(body, header, tablefmt="pipe", colalign=alignment, disable_numparse=True)
 
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from smoe_fairseq import files, locks
-from smoe_fairseq.errors import UsageError
+from smoe_fairseq.errors import UsageError, quietly
 from smoe_fairseq.flags import refusing_flags
 from smoe_fairseq.forms import read_json
 from smoe_fairseq.recipes.commands import CommandParser, add_subword_options
@@ -19,6 +19,7 @@ from smoe_fairseq.recipes.data.checks import print_checks
 from smoe_fairseq.recipes.data.download import remote_files
 from smoe_fairseq.recipes.datasets import Dataset, naming_settings
 from smoe_fairseq.recipes.folders import Folders, package_folder, path_from_environment
+from smoe_fairseq.recipes.pretrained import is_foreign, source_of, with_pretrained
 from smoe_fairseq.recipes.processes import command, dry_run, run, step, warn, whole_number
 from smoe_fairseq.recipes.program_flags import FAIRSEQ_POSITIONS, arguments
 from smoe_fairseq.recipes.training.launcher import cores
@@ -31,7 +32,8 @@ _END = 2**16  # bytes of a file's beginning and end in its digest
 def prepare(dataset: Dataset, flags: Sequence[str] = ()) -> None:
     """Download the text or read it from ``RAW``, learn subwords, and binarise every pair.
 
-    Does nothing if the data set is prepared already. ``flags`` go to the step that learns subwords.
+    With a pretrained model, the subwords are the model's. Does nothing if the data set is prepared already.
+    ``flags`` go to the step that learns subwords.
     Raises UsageError, before anything is written, if it was prepared from other text or settings.
     """
     folders = Folders(dataset.name)
@@ -39,6 +41,14 @@ def prepare(dataset: Dataset, flags: Sequence[str] = ()) -> None:
     add_subword_options(parser)
     with naming_settings(dataset, ["subwords"], flags), refusing_flags():
         parser.parse_args([*arguments(dataset.subwords), *flags])
+    if source := source_of(dataset):
+        if flags:
+            raise UsageError(f"{' '.join(flags)}: the pretrained model {source} has its subwords")
+        with quietly():
+            from smoe_fairseq.recipes.data.adapt import check_languages, languages_of  # fairseq
+
+            if known := languages_of(Path(source)):
+                check_languages(dataset, known)
     if dry_run():
         _prepare(dataset, folders, flags)
         return
@@ -77,7 +87,7 @@ def _changed(dataset: Dataset, folders: Folders, flags: Sequence[str]) -> str | 
     before = read_json(record, {"settings": dict, "text": {str: {str: str}}})
     now = _origin(dataset, folders, flags)
     for key, value in now["settings"].items():
-        if before["settings"].get(key) != value:
+        if (before["settings"].get(key) or None) != (value or None):
             return f"`{key}`"
     for place, texts in now["text"].items():  # of which some may have been added or removed since
         known = before["text"].get(place, {})
@@ -91,6 +101,8 @@ def _origin(dataset: Dataset, folders: Folders, flags: Sequence[str]) -> dict[st
     """What binarised text is made of: settings, and the texts' files, see `_digests`."""
     settings = raw.settings_of(dataset)
     settings |= {"shards": dataset.shards, "subwords": [*arguments(dataset.subwords), *flags]}
+    settings |= {"pretrained": source_of(dataset), "new-languages": dataset.new_languages}
+    settings |= {"add-subwords": dataset.add_subwords, "trim": dataset.trim}
     text = {"raw/": _digests(folders.raw)}
     if source := _source():
         text["RAW"] = _digests(source)
@@ -205,7 +217,14 @@ def _binarised(
     text = partial / "text"
     yield f"# {dataset.name}: one sentencepiece model and dictionary for all languages"
     yield command("rm", "-rf", partial)
-    yield step("learn", raw_text, partial, *arguments(dataset.subwords), *flags)
+    if not (source := source_of(dataset)):
+        yield step("learn", raw_text, partial, *arguments(dataset.subwords), *flags)
+    else:
+        if is_foreign(Path(source)):
+            yield command("smoe", "import", source, "--output", text / "model.pt")
+            source = text / "model.pt"
+        yield step("adapt", dataset.name, source, raw_text, partial)
+        dataset = with_pretrained(dataset, partial)
     limits = ("--shards", dataset.shards, "--longest", _longest(dataset))
     yield step("encode", partial / "spm.model", raw_text, text, *limits, *_workers())
     yield f"# {dataset.name}: binarise; one set of files serves both directions of a pair"
@@ -231,6 +250,7 @@ def _workers() -> tuple[str, object]:
 
 def gather(dataset: Dataset, source: Path, target: Path, workers: int = 1) -> None:
     """Bring the text of a folder, or of an archive of messages, into the shared layout."""
+    dataset = dataset.in_text
     if dataset.raw.get("messages") and not any(source.glob("train.*")):
         from smoe_fairseq.recipes.data.messages import gather_messages  # imports polib
 

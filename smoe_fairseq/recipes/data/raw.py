@@ -24,7 +24,7 @@ from smoe_fairseq.recipes.data.faults import Faults
 from smoe_fairseq.recipes.data.normalization import plain
 from smoe_fairseq.recipes.data.readers import COMPRESSED, READERS, Pair
 from smoe_fairseq.recipes.data.text_files import parallel_map, progress
-from smoe_fairseq.recipes.datasets import Dataset, both_orders
+from smoe_fairseq.recipes.datasets import Dataset, both_orders, translated
 from smoe_fairseq.recipes.folders import LEFT_OUT, SIZES, Folders
 from smoe_fairseq.recipes.processes import warn
 
@@ -85,7 +85,8 @@ def write(
     """Write text in the shared layout; returns the counts of pairs read and kept, by split and pair.
 
     Training pairs are left out if a side is empty, or if the data set's ``clean`` drops them. ``sizes.json``
-    next to ``target`` gets the numbers of training pairs, ``left_out.json`` those of pairs left out.
+    next to ``target`` gets the numbers of training pairs, ``left_out.json`` those of pairs left out. All
+    names of files and pairs have the codes of a pretrained model, if there is one.
     """
     inputs = [file for part in sections.values() for file in part.files.values() if file]
     for replaced in (target, Folders(dataset.name).raw):
@@ -100,15 +101,17 @@ def write(
                 held_out[other].append(section)
     counts: dict[tuple[str, str], Counter] = {}
     with whole_folder(target, replace=True) as partial:
-        copy = functools.partial(_copy, partial, dataset.clean)
+        copy = functools.partial(_copy, partial, dataset.clean, dataset.codes)
         units = ((*key, section, held_out[key[1]]) for key, section in parts)
         with progress("gather", size) as advance, parallel_map(copy, workers, size) as apply:
             for (key, section), count in zip(parts, apply(units), strict=True):
                 counts[key] = count
                 advance(section.size)
-        write_sizes(target, {pair: counts["train", pair]["kept"] for pair in dataset.pairs})
+        left_out = {
+            translated(pair, dataset.codes): dict(counts["train", pair]) for pair in dataset.pairs
+        }
+        write_sizes(target, {pair: count["kept"] for pair, count in left_out.items()})
         (partial / SETTINGS).write_text(json.dumps(settings_of(dataset), indent=2) + "\n", "utf-8")
-        left_out = {pair: dict(counts["train", pair]) for pair in dataset.pairs}
         write_whole(target.with_name(LEFT_OUT), json.dumps(left_out, indent=2) + "\n")
     return counts
 
@@ -333,13 +336,14 @@ def hash_position(text: str) -> float:
     return int.from_bytes(hashlib.sha256(words.encode()).digest()[:8]) / 2**64
 
 
-def _copy(folder: Path, clean: Mapping[str, Any], unit: tuple) -> Counter:
+def _copy(folder: Path, clean: Mapping[str, Any], codes: Mapping[str, str], unit: tuple) -> Counter:
     """Write a section to ``folder`` in the shared layout; returns the counts of pairs read and kept."""
     split, pair, section, held_out = unit
     faults = None
     if split == "train":
         faults = Faults(_held_out(pair.split("-"), held_out), clean)
-    counts = copy_pairs(section, folder / f"{split}.{pair}", faults)
+    prefix = folder / f"{split}.{translated(pair, codes)}"
+    counts = copy_pairs(section, prefix, faults, codes)
     if not counts["kept"]:
         files = list(dict.fromkeys(filter(None, section.files.values())))
         for file in files:
@@ -362,10 +366,12 @@ def _held_out(languages: Sequence[str], sections: Iterable[Section]) -> Iterator
                 yield tuple(map(dict(zip(section.files, pair, strict=True)).get, languages))
 
 
-def copy_pairs(section: Section, prefix: Path, faults: Faults | None) -> Counter:
+def copy_pairs(
+    section: Section, prefix: Path, faults: Faults | None, codes: Mapping[str, str] = {}
+) -> Counter:
     """Write ``PREFIX.{language}`` without faulty and incomplete pairs; returns the counts."""
     counts = Counter()
-    first, second = (f"{prefix}.{language}" for language in section.files)
+    first, second = (f"{prefix}.{codes.get(lang, lang)}" for lang in section.files)
     with open(first, "w", encoding="utf-8") as one, open(second, "w", encoding="utf-8") as other:
         for sides in section.pairs():
             counts["read"] += 1

@@ -14,10 +14,12 @@ from pathlib import Path
 from tqdm import tqdm
 
 from smoe_fairseq import locks
+from smoe_fairseq.checkpoints.content import fingerprint
 from smoe_fairseq.errors import UsageError, quietly
 from smoe_fairseq.files import write_whole
 from smoe_fairseq.flags import flag_of
 from smoe_fairseq.forms import read_json
+from smoe_fairseq.recipes import pretrained
 from smoe_fairseq.recipes.data.download import tokenizer_file
 from smoe_fairseq.recipes.data.raw import check
 from smoe_fairseq.recipes.data.text_files import count_lines, progress
@@ -35,7 +37,7 @@ from smoe_fairseq.recipes.folders import (
     test_file,
     whole_checkpoint,
 )
-from smoe_fairseq.recipes.methods import method_flags
+from smoe_fairseq.recipes.methods import PRETRAINED, method_flags
 from smoe_fairseq.recipes.processes import command, dry_run, run, step, warn
 from smoe_fairseq.recipes.program_flags import RECIPE_FLAGS, Flags, arguments, flag_values
 from smoe_fairseq.recipes.training import identity
@@ -252,6 +254,8 @@ def evaluate(dataset: Dataset, method: str, flags: Sequence[str], checkpoint: st
         UsageError: the method is unknown, its checkpoint or the test text is missing, a flag or a file is
             invalid, or another process evaluates this run.
     """
+    if dataset.start and method != PRETRAINED:
+        _evaluate_pretrained(dataset, flags)
     evaluation = plan(dataset, method, flags, checkpoint or dataset.checkpoint)
     scorer = scores.scorer()
     for direction in sorted(set(dataset.directions) - set(evaluation.directions)):
@@ -278,9 +282,23 @@ def evaluate(dataset: Dataset, method: str, flags: Sequence[str], checkpoint: st
         _score_by_comet(evaluation, scorer)
 
 
+def _evaluate_pretrained(dataset: Dataset, flags: Sequence[str]) -> None:
+    """Score the model before any update, once."""
+    folder = Folders(dataset.name).runs / PRETRAINED
+    if not (folder / scores.FILE).exists():
+        if not dry_run():
+            folder.mkdir(exist_ok=True)
+        with suppress(locks.InUse):  # another run's evaluation does it
+            evaluate(dataset, PRETRAINED, flags)
+
+
 def plan(dataset: Dataset, method: str, flags: Sequence[str], which: str) -> Evaluation:
-    """The evaluation of a method's run with the seed ``SEED``; ``which`` is the checkpoint."""
+    """The evaluation of a method's run with the seed ``SEED``; ``which`` is the checkpoint.
+
+    The method ``pretrained`` is the model that the data set fine-tunes, before any update.
+    """
     method_flags(method, dataset)  # raises for an unknown method
+    before = method == PRETRAINED
     given = flag_values([*arguments(dataset.generate), *flags])
     for flag in {f"--{name}" for name in RECIPE_FLAGS} & given.keys():
         raise UsageError(
@@ -290,18 +308,23 @@ def plan(dataset: Dataset, method: str, flags: Sequence[str], which: str) -> Eva
         if (value := given.get(flag, "sentencepiece")) != "sentencepiece":
             raise UsageError(f"{flag} {value}: expected sentencepiece, as words are scored")
     folders = Folders(dataset.name)
-    folder = folders.runs / run_name(dataset, method)
-    checkpoint, preparation = whole_checkpoint(folder, which)
+    folder = folders.runs / (method if before else run_name(dataset, method))
+    checkpoint, preparation = folders.binary / pretrained.MODEL, ()
+    if not before:
+        checkpoint, preparation = whole_checkpoint(folder, which)
     if not dry_run() and not preparation and not checkpoint.exists():
         seed = f" --seed {seed_of(dataset)}" * (folder.name != method)
         advice = f"run scripts/train.sh {dataset.name} {method}{seed}"
         if any(folder.glob("checkpoint_last*.pt")):
             advice = "give --checkpoint last for the last one"
         raise UsageError(f"{checkpoint} is missing: {advice}")
-    if not dry_run():
+    if not dry_run() and not before:
         identity.check(folder, method, seed_of(dataset), folders.binary)
     directions = _directions(dataset, folders.raw)
-    contents = {} if dry_run() else fingerprints(folder, which)
+    contents = {}
+    if not dry_run():
+        own = before and {checkpoint.name: fingerprint(checkpoint)}
+        contents = own or fingerprints(folder, which)
     return Evaluation(dataset, folder, checkpoint, directions, tuple(flags), preparation, contents)
 
 

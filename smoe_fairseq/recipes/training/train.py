@@ -9,10 +9,11 @@ from smoe_fairseq.compat.checkpoint_names import newest_checkpoint
 from smoe_fairseq.errors import UsageError
 from smoe_fairseq.files import open_plain
 from smoe_fairseq.plugins import imported
+from smoe_fairseq.recipes import pretrained
 from smoe_fairseq.recipes.config_files import dataset_file
 from smoe_fairseq.recipes.datasets import Dataset, naming_settings
 from smoe_fairseq.recipes.folders import Folders, package_folder, run_name, seed_of
-from smoe_fairseq.recipes.methods import has_strata, method_flags
+from smoe_fairseq.recipes.methods import PRETRAINED, has_strata, method_flags
 from smoe_fairseq.recipes.processes import command, dry_run, run, warn
 from smoe_fairseq.recipes.program_flags import Flags, arguments, flag_values
 from smoe_fairseq.recipes.training import identity, picture
@@ -61,8 +62,12 @@ def train(dataset: Dataset, method: str, flags: Sequence[str], force_resume: boo
     launch, words, notes = plan(dataset, method, flags)
     folder = Path(flag_values(words)["--save-dir"])
     restored = flag_values(flags).keys() & {"--restore-file", "--finetune-from-model"}
+    started, start, upcycle = [], [], []  # in the identity, in the command, and before it
+    if dataset.start and not restored:
+        start, upcycle = _start(dataset, words, folder)
+        started = [*start, "--pretrained", dataset.start["fingerprint"]]
     if not restored and (newest := newest_checkpoint(folder)):
-        words += ["--restore-file", str(newest)]
+        words, start = [*words, "--restore-file", str(newest)], []
         warn(f"{folder} has no checkpoint_last.pt: training goes on from {newest.name}")
     if not any(folder.glob("checkpoint_last*.pt")):  # a resumed run had its forecast earlier
         with naming_settings(dataset, (f"methods.{method}", "train", "task"), flags):
@@ -79,13 +84,13 @@ def train(dataset: Dataset, method: str, flags: Sequence[str], force_resume: boo
     if not dry_run():
         if launch.uses_master_port:
             check_port()
-        run_identity = (method, folders.binary, words, launch.processes)
+        run_identity = (method, folders.binary, [*words, *started], launch.processes)
         if not identity.claim(*run_identity, force_resume, machines):
             limits = " or ".join(identity.limits(flag_values(words))) or "--max-update"
             advice = f"give a larger {limits} to go on, or another SEED for another run"
             print(f"{folder} is trained already, to the requested limits: {advice}")
             return
-    line = command(*launch.words("fairseq-train"), *words)
+    line = command(*launch.words("fairseq-train"), *words, *start)
     values = flag_values(words)
     sharded = "--expert-parallel" in values and values.get("--moe-freq") != "0"
     lines = [
@@ -93,6 +98,7 @@ def train(dataset: Dataset, method: str, flags: Sequence[str], force_resume: boo
         *notes,
         *reshard_lines(folder, launch.processes if sharded else 1),
         command("mkdir", "-p", folder),
+        *([] if identity.is_saved(folder) else upcycle),
         line,
     ]
     if identity.is_joined(folder):
@@ -104,14 +110,29 @@ def train(dataset: Dataset, method: str, flags: Sequence[str], force_resume: boo
     _run(lines, folder, launch, Path(values["--log-file"]))
     if not dry_run():
         identity.finish(words)
+        (folder / pretrained.UPCYCLED).unlink(missing_ok=True)
         if not identity.is_joined(folder) and (plot := picture.draw(folder, folder / LOG)):
             print(f"# {plot} shows losses and learning rate", flush=True)
+
+
+def _start(dataset: Dataset, words: Sequence[str], folder: Path) -> tuple[list[str], list[str]]:
+    """The flag that starts from the pretrained model, and the command that gives it experts before."""
+    model = Folders(dataset.name).binary / pretrained.MODEL
+    if (experts := pretrained.upcycled_flags(words)) is None:
+        return ["--finetune-from-model", str(model)], []
+    upcycled, seed = folder / pretrained.UPCYCLED, flag_values(words).get("--seed", "1")
+    output = ("--output", upcycled, "--force", "--seed", seed)
+    return ["--finetune-from-model", str(upcycled)], [
+        command("smoe", "upcycle", model, *output, *experts)
+    ]
 
 
 def plan(
     dataset: Dataset, method: str, flags: Sequence[str]
 ) -> tuple[Launch, list[str], list[str]]:
     """The launch of a method's training, the words of ``fairseq-train``, and comments on them."""
+    if method == PRETRAINED:
+        raise UsageError(f"{method} is the model before training; expected a method, such as dense")
     folder = flag_values(flags).get("--save-dir")
     folder = Path(folder or Folders(dataset.name).runs / run_name(dataset, method))
     recipe = dataset.train | validation_flags(dataset) | method_flags(method, dataset)
@@ -123,6 +144,10 @@ def plan(
     words = [*data_arguments(dataset), *arguments(recipe)]
     words += ["--save-dir", str(folder), "--log-file", str(folder / LOG), *extra]
     _check_complete(dataset, words)
+    if dataset.start:
+        pretrained.check_options(dataset, words)
+        if note := pretrained.defaults_note(dataset, words):
+            notes.insert(0, note)
     return launch, words, notes
 
 
@@ -217,7 +242,11 @@ def data_arguments(dataset: Dataset) -> list[str]:
     data = Folders(dataset.name).binary_path(shards)
     plugins = os.pathsep.join([package_folder(), *imported])
     words = [data, "--user-dir", plugins, *arguments(dataset.task)]
-    words += ["--langs", ",".join(dataset.languages)]
+    languages = dataset.languages
+    if dataset.start:  # all that the model knows, so that it can translate them after training, too
+        languages = dataset.start["languages"]
+        words += ["--fixed-dictionary", str(Folders(dataset.name).binary / "dict.txt")]
+    words += ["--langs", ",".join(languages)]
     return words + ["--lang-pairs", ",".join(dataset.directions)]
 
 

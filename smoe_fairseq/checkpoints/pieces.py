@@ -1,0 +1,124 @@
+"""The pieces of a sentencepiece model: read, added and removed, without other libraries."""
+
+import struct
+from collections.abc import Collection, Iterator, Mapping
+
+from smoe_fairseq.subwords import BEGINS_WORD
+
+# A sentencepiece model is a protobuf message: field 1 has the pieces, 2 the settings of training, and 3 those
+# of the normaliser. Appended bytes edit it, since repeated fields are joined and later values hold.
+
+_NORMAL = 1  # type of a piece; others are <unk>, control symbols, bytes and symbols of the user
+_AS_IS = b"\x1a\x06\x12\x00\x18\x00\x20\x00"  # no rules, no space in front, no space removed
+
+
+def _varint(message: bytes, at: int) -> tuple[int, int]:
+    """A number and the position behind it."""
+    value = shift = 0
+    while message[at] >= 128:
+        value |= (message[at] & 127) << shift
+        at, shift = at + 1, shift + 7
+    return value | message[at] << shift, at + 1
+
+
+def _fields(message: bytes) -> Iterator[tuple[int, int | bytes, bytes]]:
+    """The number of each field, its value, and all its bytes."""
+    at = 0
+    while at < len(message):
+        start = at
+        key, at = _varint(message, at)
+        if key & 7 == 0:
+            value, at = _varint(message, at)
+        else:
+            length, at = _varint(message, at) if key & 7 == 2 else ({1: 8, 5: 4}[key & 7], at)
+            value, at = message[at : at + length], at + length
+        yield key >> 3, value, message[start:at]
+
+
+def _message(content: bytes) -> bytes:
+    """The content as field 1, with its length."""
+    length, size = b"", len(content)
+    while size >= 128:
+        length, size = length + bytes([size & 127 | 128]), size >> 7
+    return b"\x0a" + length + bytes([size]) + content
+
+
+def pieces_of(model: bytes) -> dict[str, tuple[int, float]]:
+    """Type and score of each piece of a sentencepiece model, in its order."""
+    pieces = {}
+    for number, content, _ in _fields(model):
+        if number == 1:
+            parts = {part: value for part, value, _ in _fields(content)}
+            score = struct.unpack("<f", parts[2])[0] if 2 in parts else 0.0
+            pieces[parts[1].decode()] = parts.get(3, _NORMAL), score
+    return pieces
+
+
+def is_bpe(model: bytes) -> bool:
+    """Whether a sentencepiece model merges pairs; otherwise it maximises the pieces' scores (unigram)."""
+    settings = b"".join(value for number, value, _ in _fields(model) if number == 2)
+    return {number: value for number, value, _ in _fields(settings)}.get(3, 1) == 2
+
+
+def with_pieces(model: bytes, scores: Mapping[str, float]) -> bytes:
+    """The model with more pieces after its own."""
+    return model + b"".join(
+        _message(_message(piece.encode()) + b"\x15" + struct.pack("<f", score))
+        for piece, score in scores.items()
+    )
+
+
+def only_pieces(model: bytes, kept: Collection[str]) -> bytes:
+    """The model with the pieces of ``kept``, all letters, and what are no ordinary pieces."""
+    if is_bpe(model):  # merges on the way to a piece
+        scores = {piece: score for piece, (_, score) in pieces_of(model).items()}
+        kept = set(kept).union(*(_merges(piece, scores) for piece in kept))
+    parts = []
+    for number, content, part in _fields(model):
+        if number == 1:
+            values = {number: value for number, value, _ in _fields(content)}
+            piece = values[1].decode()
+            if values.get(3, _NORMAL) == _NORMAL and len(piece) > 1 and piece not in kept:
+                continue
+        parts.append(part)
+    return b"".join(parts)
+
+
+def _merges(piece: str, scores: Mapping[str, float]) -> Iterator[str]:
+    """What BPE merges on the way from letters to a piece."""
+    parts = list(piece)
+    while len(parts) > 1:
+        pairs = [
+            (scores[pair], -i)
+            for i in range(len(parts) - 1)
+            if (pair := parts[i] + parts[i + 1]) in scores
+        ]
+        if not pairs:
+            return
+        i = -max(pairs)[1]
+        parts[i : i + 2] = [parts[i] + parts[i + 1]]
+        yield parts[i]
+
+
+class Cutter:
+    """Cuts a piece as a sentencepiece model cuts text that has no longer pieces."""
+
+    def __init__(self, model: bytes):
+        from sentencepiece import SentencePieceProcessor
+
+        self.rules = SentencePieceProcessor(model_proto=model)
+        self.model = SentencePieceProcessor(model_proto=model + _AS_IS)
+        self.scores = [self.model.get_score(i) for i in range(self.model.get_piece_size())]
+        self.unknown = min(self.scores) - 10  # as sentencepiece counts a letter without a piece
+
+    def normalized(self, text: str) -> str:
+        """Text after the model's rules, without marks of words."""
+        return self.rules.normalize(text).replace(BEGINS_WORD, " ")
+
+    def cut(self, piece: str) -> list[str]:
+        return self.model.encode(piece.replace(BEGINS_WORD, " "), out_type=str)
+
+    def score(self, piece: str) -> float:
+        """The sum of the scores of a piece's parts."""
+        numbers = self.model.piece_to_id(self.cut(piece))
+        return sum(self.unknown if n == self.model.unk_id() else self.scores[n] for n in numbers)

@@ -1,0 +1,176 @@
+"""A pretrained model for a data set: its weights, dictionary and subwords, with what the data set adds."""
+
+import filecmp
+import json
+from argparse import Namespace
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from smoe_fairseq.checkpoints import huggingface_m2m, huggingface_m2m_text, sets
+from smoe_fairseq.checkpoints.content import fingerprint
+from smoe_fairseq.checkpoints.io import DICTIONARIES, checksum, open_checkpoint, values_of
+from smoe_fairseq.checkpoints.model import transformer_options, with_model_options
+from smoe_fairseq.checkpoints.upcycle import size_flags
+from smoe_fairseq.checkpoints.vocabulary import Vocabulary
+from smoe_fairseq.errors import UsageError, nearest, quietly
+from smoe_fairseq.files import read_plain, whole_files
+from smoe_fairseq.forms import read_json
+from smoe_fairseq.languages import assign
+from smoe_fairseq.models.hub import checkpoint_of, data_of
+from smoe_fairseq.recipes.config_files import dataset_file
+from smoe_fairseq.recipes.data import readers
+from smoe_fairseq.recipes.data.binarise import SPECIAL, read_dictionary
+from smoe_fairseq.recipes.datasets import Dataset
+from smoe_fairseq.recipes.pretrained import MODEL, RECORD, is_foreign, source_of
+from smoe_fairseq.subwords import NAMES, read_subwords, subwords_of
+
+TASK = "translation_multi_simple_epoch"
+_STYLES = {"multilingual": "__{}__", "mbart": "[{}]"}  # of fairseq's language tokens
+# Options that a run may set as it likes: they change no weight and no translation.
+_FREE = ("drop", "max_source", "max_target", "activations", "min_params", "freeze")
+
+
+def task_of(source: Path) -> tuple[Path, dict]:
+    """The checkpoint of a run or of a file, and the settings of its task.
+
+    Raises:
+        UsageError: there is none, or it has no language tokens.
+    """
+    checkpoint = checkpoint_of(source)
+    task = dict(values_of((open_checkpoint(checkpoint).get("cfg") or {}).get("task")))
+    if task.get("_name") != TASK or not task.get("langs"):
+        raise UsageError(f"{checkpoint}: expected a model of --task {TASK}, with --langs")
+    return checkpoint, task
+
+
+def languages_of(source: Path) -> list[str] | None:
+    """The languages of a folder of transformers (None if it is our export), a run or a checkpoint.
+
+    Raises as `task_of`.
+    """
+    if not is_foreign(source):
+        return task_of(source)[1]["langs"]
+    if read_json(source / "config.json").get("model_type") in huggingface_m2m.KINDS:
+        return huggingface_m2m_text.languages_of(source)
+    return None
+
+
+def check_languages(dataset: Dataset, known: Sequence[str]) -> None:
+    """Raise UsageError unless the model knows the languages that are not declared as new, and no other."""
+    file = dataset_file(dataset.name)
+    for language in dataset.languages:
+        if language not in {*known, *dataset.new_languages}:
+            (near,) = assign((language,), tuple(known))
+            near = near or nearest(language, known, 0) or known[0]
+            raise UsageError(
+                f"{file}: the pretrained model has no language {language}; the nearest is {near}: expected "
+                f"`languages: {{{language}: {near}}}`, or `new-languages`"
+            )
+    for language, settings in dataset.new_languages.items():
+        key = f"{file}: `new-languages.{language}"
+        if language in known:
+            raise UsageError(
+                f"{key}`: the pretrained model has this language already; leave it out"
+            )
+        if (like := settings.get("like", known[0])) not in known:
+            raise UsageError(f"{key}.like`: the pretrained model has no language {like}")
+
+
+def adapt(dataset: Dataset, source: Path, raw: Path, output: Path) -> None:
+    """Write the model for a data set: ``pretrained.pt``, ``dict.txt``, ``spm.model``, ``pretrained.json``.
+
+    Args:
+        source: a run, a checkpoint or what ``smoe import`` wrote, dense, with its text beside it.
+        raw: the data set's text.
+
+    Raises:
+        UsageError: the model has experts, lacks its text, or does not know a language.
+    """
+    with quietly():
+        checkpoint, task = task_of(source)
+        check_languages(dataset, task["langs"])
+        state = sets.weights_of(checkpoint)
+        options = transformer_options(checkpoint, state) | {"moe_freq": 0}
+        vocabulary, token = _vocabulary(checkpoint, state, task)
+        rows, size = len(vocabulary.symbols), vocabulary.bytes
+        known = [token.format(language) for language in task["langs"]]
+        for language, settings in dataset.new_languages.items():
+            like = [token.format(settings["like"])] if "like" in settings else known
+            vocabulary.add_token(token.format(language), like)
+        if dataset.add_subwords:
+            new = dataset.new_languages
+            texts = (line for lang, line in _lines(raw) if lang in new)
+            others = (line for lang, line in _lines(raw) if lang not in new)
+            added = vocabulary.add_pieces(texts, others, dataset.add_subwords)
+            print(f"{output}: {len(added):,} subwords of {', '.join(new)} added", flush=True)
+        if dataset.trim:
+            vocabulary.trim(_pieces(vocabulary.subwords, raw, output))
+        languages = [*task["langs"], *dataset.new_languages]
+        symbols, digest = vocabulary.symbols, checksum(vocabulary.symbols)
+        task |= {"data": "", "fixed_dictionary": "dict.txt"}
+        task |= {"langs": languages, "lang_pairs": [*dataset.directions]}
+        state = with_model_options({**state, "model": vocabulary.weights}, options)
+        state |= {"cfg": {**state["cfg"], "task": Namespace(**task)}}
+        state |= {DICTIONARIES: dict.fromkeys(dataset.languages, digest)}
+        model, others = {}, {}
+        for name, value in size_flags(options).items():
+            free = any(part in name.replace("-", "_") for part in _FREE)
+            (others if free else model)[name] = value
+        written = [output / name for name in ("dict.txt", "spm.model", MODEL, RECORD)]
+        with whole_files(written, parents=True) as partials:
+            words = "".join(f"{word} 1\n" for word in symbols[len(SPECIAL) :])
+            Path(partials[0]).write_text(words, "utf-8")
+            Path(partials[1]).write_bytes(vocabulary.subwords)
+            sets.write_converted(state, Path(partials[2]), True)
+            fixed = {n: v for n, v in options.items() if not any(part in n for part in _FREE)}
+            fixed.pop("moe_freq")
+            record = {
+                "source": source_of(dataset) or str(source),
+                "fingerprint": fingerprint(Path(partials[2])),
+                "rows": len(symbols),
+                "languages": languages,
+                "task": {
+                    "encoder-langtok": task.get("encoder_langtok"),
+                    "decoder-langtok": bool(task.get("decoder_langtok")),
+                    "lang-tok-style": task.get("lang_tok_style"),
+                },
+                "train": others,
+                "model": model,
+                "options": fixed,
+            }
+            Path(partials[3]).write_text(json.dumps(record, indent=2) + "\n", "utf-8")
+    change = f"{rows:,} embeddings ({size / 1e6:,.1f} MB)"
+    if rows != len(symbols):
+        change += f", now {len(symbols):,} ({vocabulary.bytes / 1e6:,.1f} MB)"
+    print(f"{output / MODEL}: of {checkpoint}, {change}", flush=True)
+
+
+def _vocabulary(checkpoint: Path, state: dict, task: dict) -> tuple[Vocabulary, str]:
+    """The model's vocabulary with its language tokens, and their format."""
+    folder = Path(data_of(checkpoint, str(task.get("data") or "")))
+    first, *others = sorted(folder.glob("dict*.txt"))
+    for other in others:
+        if not filecmp.cmp(first, other, shallow=False):
+            raise UsageError(f"{first} and {other} differ: expected one dictionary")
+    if (subwords := subwords_of(str(folder))) is None:
+        raise UsageError(f"{folder} has no {NAMES[0]}: expected the model of the subwords there")
+    read_subwords(subwords)
+    token = _STYLES[task.get("lang_tok_style") or "multilingual"]
+    symbols = [*read_dictionary(first), *map(token.format, task["langs"])]
+    symbols = list(dict.fromkeys(symbols))  # some dictionaries have the tokens
+    return Vocabulary(state["model"], symbols, read_plain(subwords)), token
+
+
+def _lines(raw: Path) -> Iterator[tuple[str, str]]:
+    """Language and line of all text."""
+    for file in sorted(raw.glob("*.*-*.*")):
+        for line in readers.lines(file):
+            yield file.suffix[1:], line
+
+
+def _pieces(subwords: bytes, raw: Path, output: Path) -> set[str]:
+    """The pieces of all text."""
+    from sentencepiece import SentencePieceProcessor
+
+    model = SentencePieceProcessor(model_proto=subwords)
+    return {piece for _, line in _lines(raw) for piece in model.encode(line, out_type=str)}

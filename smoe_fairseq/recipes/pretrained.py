@@ -1,0 +1,110 @@
+"""Fine-tuning: data sets whose subwords and first weights are a trained model's (docs/finetune.md)."""
+
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from smoe_fairseq.errors import UsageError, quietly
+from smoe_fairseq.flags import flag_of
+from smoe_fairseq.forms import read_json
+from smoe_fairseq.recipes.config_files import dataset_file
+from smoe_fairseq.recipes.datasets import Dataset
+from smoe_fairseq.recipes.folders import Folders
+from smoe_fairseq.recipes.program_flags import Flags, arguments, flag_values
+
+MODEL, RECORD = "pretrained.pt", "pretrained.json"  # beside the binarised text
+UPCYCLED = "upcycled.pt"  # in a run's folder: the model with experts, until it is trained
+_FORM = {
+    "source": str,
+    "fingerprint": str,
+    "rows": int,
+    "languages": [str],
+    **{name: dict for name in ("task", "train", "model", "options")},
+}
+# Where a data set says nothing else.
+TRAIN: Flags = {
+    "lr": 0.0001,
+    "warmup-updates": 500,
+    "max-update": 10000,
+    "max-tokens": 4096,
+}
+VALIDATE = {"metric": "chrf", "sentences": 200, "every": 500, "patience": 5}
+
+
+def source_of(dataset: Dataset) -> str | None:
+    """The run, checkpoint or folder of transformers to fine-tune: ``PRETRAINED``, else the data set's."""
+    return os.environ.get("PRETRAINED") or dataset.pretrained
+
+
+def is_foreign(source: Path) -> bool:
+    """Whether ``smoe import`` has to convert it: a folder of transformers."""
+    return (source / "config.json").is_file()
+
+
+def with_pretrained(dataset: Dataset, binary: Path | None = None) -> Dataset:
+    """The data set with the settings of the model that it was prepared with, if there is one.
+
+    Args:
+        binary: the folder of binarised text; by default the data set's.
+
+    Raises:
+        UsageError: it was prepared without the model of its file, or its file sets another architecture.
+    """
+    binary = binary or Folders(dataset.name).binary
+    if not (binary / RECORD).exists():
+        if dataset.pretrained and binary.exists():
+            advice = "delete it to prepare it again"
+            raise UsageError(f"{binary} was prepared without `pretrained`: {advice}")
+        return dataset
+    record = read_json(binary / RECORD, _FORM)
+    if dataset.train.get("arch", "smoe_transformer") != "smoe_transformer":
+        raise UsageError(
+            f"{dataset_file(dataset.name)}: `train.arch`: leave it out; the model is that of "
+            f"{record['source']}"
+        )
+    train = {"arch": "smoe_transformer", **TRAIN, **record["train"], **dataset.train}
+    return replace(
+        dataset,
+        start=record,
+        task=dataset.task | record["task"],
+        train=train | record["model"],
+        validate=VALIDATE | dataset.validate,
+    )
+
+
+def defaults_note(dataset: Dataset, words: Sequence[str]) -> str:
+    """A comment with the settings of fine-tuning that nobody has changed."""
+    flags = {f"--{name}": str(value) for name, value in TRAIN.items()}
+    given = flag_values(words)
+    usual = [f"{flag} {value}" for flag, value in flags.items() if given.get(flag) == value]
+    return f"# fine-tunes {dataset.start['source']} with {' '.join(usual)}" if usual else ""
+
+
+def check_options(dataset: Dataset, words: Sequence[str]) -> None:
+    """Raise UsageError if the words of ``fairseq-train`` describe another model than the pretrained one."""
+    with quietly():
+        from smoe_fairseq.analysis.cost import config_of, parse_model
+    own = config_of(parse_model(words))
+    for name, value in dataset.start["options"].items():
+        if (given := getattr(own, name)) != value:
+            raise UsageError(
+                f"{flag_of(name)} {given}: {dataset.start['source']} has {value}; leave it out"
+            )
+
+
+def upcycled_flags(words: Sequence[str]) -> list[str] | None:
+    """The flags of ``smoe upcycle`` among the words of ``fairseq-train``; None for a dense model."""
+    from smoe_fairseq.checkpoints.model import is_moe_option
+    from smoe_fairseq.models.options import SMoETransformerConfig
+
+    flags = flag_values(words)
+    names = filter(is_moe_option, SMoETransformerConfig.names())
+    moe = {name: flags[f] for name in names if (f := flag_of(name)) in flags}
+    moe.pop("expert_parallel", None)
+    config = SMoETransformerConfig(
+        **{name: int(value) for name, value in moe.items() if name.endswith("moe_freq")}
+    )
+    if not any(map(config.moe_freq_of, config.SIDES)):
+        return None
+    return arguments({flag_of(name)[2:]: value or True for name, value in moe.items()})

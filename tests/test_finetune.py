@@ -1,0 +1,217 @@
+"""``pretrained: FOLDER``: fine-tuning of transformers' models and of our runs, through the recipes."""
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pretrained
+import pytest
+import torch
+from commands import load, refused, run, step_here
+from test_recipes import commands, recipe, table, write_dataset
+
+from smoe_fairseq.analysis.cost import build_meta_model, parse_run
+from smoe_fairseq.models.memory import Run, forecast
+from smoe_fairseq.models.transformer import SMoETransformerModel
+
+pytest.importorskip("transformers", reason="the package transformers is not installed")
+
+NEW = "mic_Latn"
+SMALL = {"max-update": 2, "max-tokens": 400, "num-workers": 0, "log-interval": 1, "dropout": 0.0}
+SETTINGS = {
+    "pairs": ["en-swh_Latn", f"en-{NEW}"],
+    "languages": {"en": "eng_Latn"},
+    "new-languages": {NEW: {"like": "swh_Latn"}},
+    "add-subwords": 20,
+    "experts": 2,
+    "raw": {"parallel": {"valid": 10, "test": 8}},
+    "train": SMALL,
+    "validate": {"every": 2, "sentences": 4, "beam": 1},
+    "generate": {"beam": 1, "max-len-a": 0, "max-len-b": 20},
+}
+
+
+def write_text(folder: Path) -> None:
+    """Text of ten scripts, and of a language of the same letters with words of its own and a new letter."""
+    folder.mkdir()
+    text = pretrained.lines(80, seed=7)
+    new = [f"kelusultiek {line[::-1]} ŋmaw nikmawŋ" for line in text]
+    for code, lines in (("swh_Latn", text), (NEW, new)):
+        rows = "".join(f"{one}\t{other}\n" for one, other in zip(text, lines))
+        (folder / f"en-{code}.tsv").write_text(rows)
+
+
+@pytest.fixture(scope="module")
+def tuned(nllb, tmp_path_factory) -> tuple[Path, dict[str, str]]:
+    """A folder with a data set ``mine`` that is prepared for fine-tuning, and the recipes' environment."""
+    folder = tmp_path_factory.mktemp("tuned")
+    write_text(folder / "text")
+    settings = write_dataset(folder / "configs", "mine", pretrained=str(nllb), **SETTINGS)
+    result = recipe(folder, "prepare", "mine", RAW="text", GPUS="0", **settings)
+    assert result.returncode == 0, result.stderr
+    (folder / "prepared").write_text(result.stdout)
+    return folder, settings | {"GPUS": "0"}
+
+
+def test_prepared(tuned, nllb):
+    """A table says how the subwords fit; files have the model's codes; the record says what was changed."""
+    folder, _ = tuned
+    rows = [x.split("|")[1:-1] for x in (folder / "prepared").read_text().splitlines() if "|" in x]
+    fit = {row[0].strip(): row[1:] for row in rows}
+    assert float(fit["eng_Latn"][2]) < 1 and float(fit[NEW][2]) == 0
+    assert (folder / "data/mine/raw/test.eng_Latn-mic_Latn.mic_Latn").exists()
+    record = json.loads((folder / "data/mine/bin/pretrained.json").read_text())
+    assert record["source"] == str(nllb) and record["languages"] == [*pretrained.LANGUAGES, NEW]
+    assert not (folder / "data/mine/bin/text").exists()
+
+
+def translations(checkpoint: Path, text: list[str], source: str, target: str) -> list[list[str]]:
+    model = SMoETransformerModel.from_pretrained(checkpoint)
+    found = model.translations(text, source_lang=source, target_lang=target, beam=1, max_len_b=20)
+    return [translation.hypotheses[0].tokens for translation in found]
+
+
+@pytest.mark.parametrize("trim", [False, True])
+def test_old_languages_translate_as_before(tuned, nllb, tmp_path, trim):
+    """A new language and its subwords, or a trimmed vocabulary, change no answer to known text."""
+    folder, settings = tuned
+    binary = folder / "data/mine/bin"
+    before = tmp_path / "imported.pt"
+    run("smoe", "import", nllb, "--output", before)
+    if trim:
+        shutil.copytree(folder / "configs", tmp_path / "configs")
+        settings = settings | {"CONFIG_DIR": str(tmp_path / "configs")}
+        file = tmp_path / "configs/datasets/mine.yaml"
+        file.write_text(file.read_text() + "trim: true\n")
+        result = recipe(tmp_path, "prepare", "mine", RAW=str(folder / "text"), **settings)
+        assert result.returncode == 0, result.stderr
+        binary = tmp_path / "data/mine/bin"
+    old, new = load(before)["model"], load(binary / "pretrained.pt")["model"]
+    name = "encoder.embed_tokens.weight"
+    rows = {path: dict_of(path / "dict.txt") for path in (tmp_path, binary)}
+    assert len(new[name]) == len(rows[binary]) and (len(new[name]) < len(old[name])) == trim
+    shared = rows[tmp_path].keys() & rows[binary].keys()
+    for word in shared:
+        assert torch.equal(old[name][rows[tmp_path][word]], new[name][rows[binary][word]])
+    like = new[name][rows[binary]["__swh_Latn__"]]
+    assert torch.equal(new[name][rows[binary][f"__{NEW}__"]], like)
+    assert trim or rows[tmp_path].items() <= rows[binary].items()
+    added = [word for word in rows[binary].keys() - shared if word != f"__{NEW}__"]
+    assert "ŋ" in added and any(len(word) > 2 for word in added)
+    text = pretrained.lines(30, seed=7)
+    for target in ("swh_Latn", "deu_Latn"):
+        files = (before, binary / "pretrained.pt")
+        one, other = (translations(file, text, "eng_Latn", target) for file in files)
+        assert one == other and any(one)
+
+
+def dict_of(file: Path) -> dict[str, int]:
+    """The words of fairseq's dictionary, and their rows."""
+    words = [line.rpartition(" ")[0] for line in file.read_text().splitlines()]
+    return {word: row for row, word in enumerate(["<s>", "<pad>", "</s>", "<unk>", *words])}
+
+
+def validation(text: str) -> float:
+    """The loss in nats per token of a log's first validation."""
+    return float(re.search(r"valid on 'valid' subset \| loss \S+ \| nll_loss (\S+)", text)[1])
+
+
+def test_trained(tuned):
+    """Training begins at the pretrained model, dense and with experts, and the table shows what it was."""
+    folder, settings = tuned
+    binary, found = folder / "data/mine/bin", {}
+    for method in ("dense", "smoe-2-2"):
+        result = recipe(folder, "train", "mine", method, "--lr", "1e-20", **settings)
+        assert result.returncode == 0, result.stdout + result.stderr
+        found[method] = validation((folder / f"runs/mine/{method}/train.log").read_text())
+        assert not (folder / f"runs/mine/{method}/upcycled.pt").exists()
+    (words,) = commands(
+        recipe(folder, "train", "mine", "dense", DRY_RUN="1", **settings), "fairseq-train"
+    )
+    words = words[1 : words.index("--arch")]
+    result = run(
+        "fairseq-validate",
+        *words,
+        "--path",
+        binary / "pretrained.pt",
+        "--max-tokens",
+        400,
+        "--cpu",
+        cwd=folder,
+    )
+    assert (
+        found["dense"] == validation(result.stdout)
+        and abs(found["smoe-2-2"] - found["dense"]) < 0.1
+    )
+    start = load(binary / "pretrained.pt")["model"]
+    begun = load(folder / "runs/mine/dense/checkpoint_last.pt")["model"]
+    assert all(torch.equal(begun[name], start[name]) for name in start)
+    identity = json.loads((folder / "runs/mine/smoe-2-2/identity.json").read_text())["flags"]
+    record = json.loads((binary / "pretrained.json").read_text())
+    assert identity["--pretrained"] == record["fingerprint"]
+    for method in ("dense", "smoe-2-2"):
+        result = recipe(folder, "evaluate", "mine", method, **settings)
+        assert result.returncode == 0, result.stdout + result.stderr
+    rows = [
+        row.split("|")[1].strip()
+        for row in table(folder, "mine", CONFIG_DIR=settings["CONFIG_DIR"]).splitlines()
+        if row.startswith("| ")
+    ]
+    assert rows == ["method", "dense", "pretrained", "smoe-2-2"]
+
+
+@pytest.mark.parametrize(
+    "change, named",
+    [
+        ({"languages": {}}, ("language en;", "eng_Latn", "mine.yaml")),
+        ({"pairs": ["en-zh", f"en-{NEW}"]}, ("language zh;", "zho_Hans")),
+        ({"new-languages": {NEW: {}, "swh_Latn": {}}}, ("new-languages.swh_Latn",)),
+        ({"new-languages": {NEW: {"like": "xx"}}}, (f"new-languages.{NEW}.like", "xx")),
+        ({"new-languages": {}}, ("add-subwords", "new-languages")),
+        ({"languages": {"de": "deu_Latn"}}, ("`languages`", "de")),
+        ({"languages": {"en": "swh_Latn"}}, ("`languages`", "swh_Latn-swh_Latn")),
+        ({"pretrained": "missing"}, ("missing",)),
+        ("--vocab-size 400", ("--vocab-size", "pretrained")),
+    ],
+)
+def test_refused_before_anything_is_written(nllb, tmp_path, change, named):
+    flags = change.split() if isinstance(change, str) else []
+    content = {"pretrained": str(nllb), **SETTINGS, **({} if flags else change)}
+    settings = write_dataset(tmp_path / "configs", "mine", **content)
+    write_text(tmp_path / "text")
+    result = step_here("prepare", "mine", *flags, cwd=tmp_path, RAW="text", **settings)
+    refused(result, *named)
+    assert not (tmp_path / "data").exists()
+
+
+@pytest.mark.parametrize(
+    "words, named",
+    [
+        ("dense --encoder-layers 3", ("--encoder-layers 3",)),
+        ("dense --activation-fn gelu", ("--activation-fn gelu",)),
+        ("dense --freeze embeddings,encoder,decoder", ("--freeze",)),
+        ("pretrained", ("pretrained",)),
+    ],
+)
+def test_refused_in_training(tuned, words, named):
+    folder, settings = tuned
+    settings = settings | {"FORECAST": "1"}
+    refused(step_here("train", "mine", *words.split(), cwd=folder, **settings), *named)
+
+
+def test_frozen_parts_stay(tuned, tmp_path):
+    folder, settings = tuned
+    words = ("--freeze", "embeddings,encoder", "--lr", "0.01", "--warmup-updates", "1")
+    words += ("--save-dir", str(tmp_path / "run"))
+    result = recipe(folder, "train", "mine", "dense", *words, FORECAST="1", **settings)
+    assert result.returncode == 0, result.stdout + result.stderr
+    start = load(folder / "data/mine/bin/pretrained.pt")["model"]
+    trained = load(tmp_path / "run/checkpoint_last.pt")["model"]
+    same = {name for name in start if torch.equal(start[name], trained[name])} - {"decoder.version"}
+    frozen = {name for name in start if name.startswith("encoder.") or "embed" in name}
+    assert frozen | {"decoder.output_projection.weight"} == same
+    options = parse_run(["--arch", "smoe_transformer_tiny", "--freeze", "embeddings"])
+    model = build_meta_model(options, 1000)
+    held = forecast(Run(model, options))
+    assert held.weights - held.gradients == 4 * model.encoder.embed_tokens.weight.numel() > 0
