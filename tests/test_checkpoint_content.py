@@ -1,11 +1,16 @@
 """Files that can be read, and are not what a checkpoint of fairseq is: one sentence, in every command."""
 
 import errno
+import io
+import pickle
+import zipfile
+from pathlib import Path
 
 import pytest
 import torch
 from commands import changed, refused, smoe
 from fairseq import checkpoint_utils
+from test_refused_types import FORGED, REST, Settings
 from test_training import train as train_smoe
 
 from smoe_fairseq.checkpoints.io import open_checkpoint, record_of
@@ -56,15 +61,78 @@ OTHER_KINDS = {
 }
 
 
-@pytest.mark.parametrize("kind", OTHER_KINDS)
+def saved(content, **options):
+    """Another content of the whole file."""
+    return lambda file, _: torch.save(content, file, **options)
+
+
+def written(content: bytes):
+    return lambda file, _: file.write_bytes(content)
+
+
+def with_(change):
+    return lambda file, sparse: changed(sparse, file, change)
+
+
+def compressed(file: Path, _) -> None:
+    """Its 12 GB may be zeros, in a file of some megabytes."""
+    content = io.BytesIO()
+    torch.save({"model": {"w": torch.zeros(1000)}}, content)
+    with (
+        zipfile.ZipFile(content) as plain,
+        zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as small,
+    ):
+        for part in plain.namelist():
+            small.writestr(part, plain.read(part))
+
+
+def with_a_part_twice(file: Path, _) -> None:
+    """Which of them is read would depend on the reader."""
+    torch.save({"model": {}}, file)
+    with zipfile.ZipFile(file, "a") as archive:
+        archive.writestr(archive.namelist()[0], b"other")
+
+
+OWN, SETTINGS = {"model": {}, "own": Settings()}, f"{Settings.__module__}.Settings (a type"
+PICKLED = pickle.dumps(Settings(), protocol=2)
+BAD = {name: (with_(change), "") for name, change in OTHER_KINDS.items()}
+# numpy's own constructors would take addresses from the file, and crash where it says.
+BAD |= {n: (with_(lambda s, n=n: s.update(own=FORGED[n])), "") for n in FORGED}
+BAD |= {
+    "a class": (saved(OWN), f"holds {SETTINGS}"),
+    "a class, older": (saved(OWN, _use_new_zipfile_serialization=False), f"holds {SETTINGS}"),
+    "a function": (saved({"model": {}, "own": print}), "holds print (a type or function)"),
+    "a protocol that torch does not read": (saved(OWN, pickle_protocol=4), "more than data"),
+    "a pickle of another": (written(PICKLED), f"holds {SETTINGS}"),
+    "a name that would write to the terminal": (
+        written(PICKLED.replace(b"Settings", b"\x1b[31mred")),
+        "holds more than data",
+    ),
+    "no file": (lambda *_: None, ""),
+    "nothing": (written(b""), ""),
+    "text in it": (written(b"no checkpoint"), ""),
+    "a pickle cut off": (written(b"\x80\x02junk"), ""),
+    "an archive cut off": (written(b"PK\x03\x04junk"), ""),
+    "another dictionary": (saved({"weights": 1}), ""),
+    "a list": (saved([1, 2]), ""),
+    "compressed parts": (compressed, "holds compressed parts"),
+    "a part twice": (with_a_part_twice, "holds two parts of one name"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Duplicate name")
+@pytest.mark.parametrize("fault", BAD)
 @pytest.mark.parametrize(
     "load", [open_checkpoint, checkpoint_utils.load_checkpoint_to_cpu], ids=["ours", "fairseqs"]
 )
-def test_a_part_of_another_kind_is_refused(sparse, tmp_path, kind, load):
-    file = changed(sparse, tmp_path / "checkpoint.pt", OTHER_KINDS[kind])
+def test_a_bad_file_is_one_sentence(sparse, tmp_path, fault, load):
+    write, named = BAD[fault]
+    write(file := tmp_path / "checkpoint.pt", sparse)
     with pytest.raises(UsageError) as error:
         load(str(file))
-    assert str(file) in str(error.value) and "\n" not in str(error.value)
+    sentence = str(error.value)
+    assert str(file) in sentence and named in sentence and sentence.isprintable()
+    assert (SETTINGS in named) <= (REST in sentence)
 
 
 # What the system and torch raise for want of memory or files, or from a failing disk.

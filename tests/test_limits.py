@@ -5,7 +5,6 @@ import os
 import signal
 import sys
 import tarfile
-import zipfile
 from argparse import Namespace
 from pathlib import Path
 
@@ -41,19 +40,6 @@ def test_a_pipe_is_no_file(tmp_path, reader):
         reader(pipe)
 
 
-def test_a_checkpoint_of_compressed_parts_is_refused(tmp_path):
-    """Its 12 GB may be zeros, in a file of some megabytes."""
-    torch.save({"model": {"w": torch.zeros(1000)}}, tmp_path / "plain.pt")
-    with (
-        zipfile.ZipFile(tmp_path / "plain.pt") as plain,
-        zipfile.ZipFile(tmp_path / "small.pt", "w", zipfile.ZIP_DEFLATED) as small,
-    ):
-        for part in plain.namelist():
-            small.writestr(part, plain.read(part))
-    with pytest.raises(UsageError, match="small.pt holds compressed parts"):
-        open_checkpoint(tmp_path / "small.pt")
-
-
 def test_a_stray_file_of_a_set_is_not_counted_up_to(tmp_path):
     name = tmp_path / "checkpoint_last.pt"
     for rank in (0, 1, 10_000_000):
@@ -66,16 +52,6 @@ def test_more_processes_than_there_can_be():
     args = Namespace(world_size=1_000_000, path=Path("a.pt"), output=Path("b.pt"), force=False)
     with pytest.raises(UsageError, match="--world-size 1000000: expected 1 to 10,000"):
         run_reshard(args)
-
-
-@pytest.mark.filterwarnings("ignore:Duplicate name")
-def test_two_parts_of_one_name(tmp_path):
-    """Which of them is read would depend on the reader."""
-    torch.save({"model": {}}, tmp_path / "two.pt")
-    with zipfile.ZipFile(tmp_path / "two.pt", "a") as archive:
-        archive.writestr(archive.namelist()[0], b"other")
-    with pytest.raises(UsageError, match="two.pt holds two parts of one name"):
-        open_checkpoint(tmp_path / "two.pt")
 
 
 # What a checkpoint holds, by a recorded one of a small model.
