@@ -278,7 +278,8 @@ def test_opus100_averages_by_counted_sizes(tmp_path, monkeypatch):
     assert unknown["eng-xxx high"] == "-" and unknown["eng-xxx all"] == "93.00"
     assert "sizes.json is missing" in table(tmp_path, "opus100").stdout
 
-    sizes = {x: (1_000_000, 900_000, 100_000, 99_999)[i % 4] for i, x in enumerate(languages)}
+    each = (1_000_000, 900_000, 100_000, 99_999)
+    sizes = {f"en-{x}": each[i % 4] for i, x in enumerate(languages)}
     path = tmp_path / "data/opus100/sizes.json"
     path.parent.mkdir(parents=True)
     path.write_text(json.dumps(sizes))
@@ -292,7 +293,7 @@ def test_opus100_averages_by_counted_sizes(tmp_path, monkeypatch):
         mean = sum(chosen) / len(chosen)
         assert ours[f"eng-xxx {name}"] == f"{2 * mean:.2f}"
         assert ours[f"xxx-eng {name}"] == f"{mean:.2f}"
-    path.write_text(json.dumps({x: n for x, n in sizes.items() if x != "af"}))
+    path.write_text(json.dumps({x: n for x, n in sizes.items() if x != "en-af"}))
     assert "has no size for en-af" in refusal(tmp_path, "opus100")
 
 
