@@ -388,7 +388,7 @@ def test_runs_that_cannot_be_used(prepared, two_updates, tmp_path, monkeypatch):
         ("alone", {"data_name_or_path": "empty"}, "empty has no dictionaries"),
         ("taskless", {}, "checkpoint_best.pt: cfg.task is missing"),
         (str(two_updates), {"beams": 3}, "beams: unknown setting"),
-        (str(two_updates), {"bpe": "subword_nmt"}, "bpe=subword_nmt"),
+        (str(prepared / "runs/tiny/smoe-2-2"), {"bpe": "subword_nmt"}, "bpe"),
     ):
         with pytest.raises(UsageError) as ended:
             SMoETransformerModel.from_pretrained(run_, **words)
