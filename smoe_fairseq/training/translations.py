@@ -11,11 +11,16 @@ from contextlib import contextmanager
 
 import numpy as np
 import torch
+from fairseq import utils
+from fairseq.distributed import utils as distributed
 from torch import Tensor
 
 from smoe_fairseq.errors import UsageError
 from smoe_fairseq.languages import bleu_tokenizer, is_unspaced
+from smoe_fairseq.models.transformer import SMoETransformerModel
 from smoe_fairseq.subwords import has_nmt_pieces, has_pieces
+from smoe_fairseq.translate.search import BeamSearch, SearchOptions
+from smoe_fairseq.translate.translator import by_length
 
 MAX_TOKENS = 4096  # of source in a batch, padding included
 
@@ -30,8 +35,6 @@ def score_by_translations(get_valid_stats, cfg, trainer, stats, tracking_best):
 
 def check(criterion, model) -> None:
     """Raise UsageError if a criterion needs translations, but our search does not support the model."""
-    from smoe_fairseq.models.transformer import SMoETransformerModel
-
     if getattr(criterion, "validate_sentences", 0) and not isinstance(model, SMoETransformerModel):
         kind = type(model).__name__
         raise UsageError(f"--validate-sentences: expected a translation model of ours, not {kind}")
@@ -47,11 +50,6 @@ def scores(trainer, number: int, beam: int) -> dict[str, float]:
     Args:
         number: of sentences of each direction.
     """
-    from fairseq import utils
-    from fairseq.distributed import utils as distributed
-
-    from smoe_fairseq.translate.search import BeamSearch, SearchOptions
-
     task, model = trainer.task, trainer.get_model()
     ranks, rank = trainer.data_parallel_world_size, trainer.data_parallel_rank
     if trainer.expert_placement is not None:
@@ -106,8 +104,6 @@ _SIZES = {"chrf": 24, "bleu": 10}
 
 def _batches(task, subset: str, number: int) -> Iterator[tuple[tuple[str, str], list[dict]]]:
     """Batches of the first sentences of each direction that fit the model."""
-    from smoe_fairseq.translate.translator import by_length
-
     if hasattr(task, "data_manager"):
         loaded, _ = task.data_manager.load_split_datasets(subset, task.training, epoch=1)
         datasets = [(key.rpartition(":")[2].split("-"), dataset) for key, dataset in loaded]
