@@ -16,6 +16,7 @@ from types import SimpleNamespace
 
 import pytest
 import sacrebleu
+import yaml
 from commands import PLUGIN, bash_torchrun, changed, contents, refused, run_step, step_here
 from commands import run as run_program
 from programs import wait_until
@@ -666,3 +667,30 @@ def test_a_dry_run_shows_the_command_of_comet(scored):
     (line,) = [x for x in shown.splitlines() if "comet-score" in x and "fr-en" in x]
     assert "--model Unbabel/wmt22-comet-da" in line
     assert line.endswith("--to_json runs/tiny/smoe-2-2/test/fr-en.comet.json")
+
+
+def test_other_metrics_of_sacrebleu_and_of_any_program(scored):
+    file = scored / "configs/datasets/tiny.yaml"
+    content, words = (
+        yaml.safe_load(file.read_text()),
+        "awk '{print length($0) - 100}' {translation}",
+    )
+    content["sacrebleu"] = {**content.get("sacrebleu", {}), "metrics": ["bleu", "chrf", "ter"]}
+    file.write_text(yaml.safe_dump(content | {"metrics": {"Length": words}}))
+    evaluated = evaluate_again(scored)
+    assert evaluated.returncode == 0, evaluated.stderr
+    run = scored / "runs/tiny/smoe-2-2"
+    for direction, score in result_of(run)["scores"].items():
+        lines = (run / f"test/{direction}.txt").read_text().splitlines()
+        mean = sum(len(line.encode()) - 100 for line in lines) / len(lines)
+        points, signature = score["others"]["Length"]
+        assert signature == words and points == pytest.approx(mean, abs=3)  # characters or bytes
+        assert "tok:tercom" in score["others"]["TER"][1]
+    shutil.copytree(run, scored / "runs/tiny/moe")
+    configs = {"CONFIG_DIR": str(scored / "configs")}
+    for metric, name in (("ter", "TER (lower is better)"), ("length", "Length")):
+        ask = ("smoe", "table", "tiny", "--metric", metric)
+        for more in ((), ("--compare", "moe", "smoe-2-2")):
+            assert name in run_program(*ask, *more, cwd=scored, **configs).stdout
+    file.write_text(yaml.safe_dump(content | {"metrics": {"Length": "echo {source}"}}))
+    assert "Length" in refusal(evaluate_again(scored))

@@ -147,10 +147,12 @@ def _choice(*names: str, more: str = "") -> dict[str, object]:
 _OPTIONS = {
     "workers": {"type": positive, "help": "processes (default: 1)"},
     "format": _choice("markdown", "csv", "latex"),
-    "metric": _choice(
-        *("bleu", "chrf++", "spbleu", "comet"),
-        more=", the only one for which the paper's numbers are shown",
-    ),
+    "metric": {
+        "default": "bleu",
+        "metavar": "NAME",
+        "help": "bleu, chrf++, chrf, ter, spbleu, comet, or one of the data set's `metrics`; default: "
+        "bleu, the only one for which the paper's numbers are shown",
+    },
     "compare": {
         **{"nargs": 2, "metavar": ("A", "B")},
         "help": "compare method B with A in each direction, over all seeds that both have: paired bootstrap "

@@ -128,10 +128,11 @@ SCHEMA: dict[str, Any] = {
     "generate": _FLAGS,
     "validate": Settings(
         {name: _COUNT for name in ("sentences", "every", "patience", "beam")},
-        metric={"chrf", "bleu"},
+        metric={"chrf", "bleu", "ter"},
     ),
     "checkpoint": CHECKPOINT,
     "sacrebleu": {**_FLAGS, "width?": (None, _COUNT)},
+    "metrics": {re.compile(r"[\w+-]+"): str},
     "study": [str],
     "methods": {str: _TRAINING_FLAGS},
     "margins": Settings({name: Number(0) for name in ("loss", "chrF++", "BLEU")}),

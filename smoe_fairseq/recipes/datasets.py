@@ -50,6 +50,7 @@ class Dataset:
     validate: dict[str, Any]
     checkpoint: str
     sacrebleu: Flags
+    metrics: dict[str, str]
     study: list[str]
     methods: dict[str, Flags]
     margins: dict[str, float]

@@ -60,7 +60,7 @@ def scores(trainer, number: int, beam: int) -> dict[str, float]:
     metrics = {}
     subset = trainer.cfg.dataset.valid_subset.split(",")[0]
     for direction, batches in _batches(task, subset, number):
-        metrics = _metrics(direction[1])
+        metrics = _metrics(direction[1], trainer.cfg.checkpoint.best_checkpoint_metric == "ter")
         totals = {name: torch.zeros(_SIZES[name], dtype=torch.float64) for name in metrics}
         with _translating(task, direction):
             for i, sample in enumerate(batches):
@@ -85,21 +85,22 @@ def scores(trainer, number: int, beam: int) -> dict[str, float]:
     return result
 
 
-def _metrics(language: str) -> dict:
+def _metrics(language: str, with_ter: bool = False) -> dict:
     """sacreBLEU's metrics into a language; of its letters where it has no spaces, if MeCab is missing."""
-    from sacrebleu.metrics import BLEU, CHRF
+    from sacrebleu.metrics import BLEU, CHRF, TER
 
     tokenizer = bleu_tokenizer(language)
     try:
         bleu = BLEU(tokenize=tokenizer)
     except (ImportError, RuntimeError):
         bleu = BLEU(tokenize="char" if is_unspaced(language) else "13a")
-    return {"chrf": CHRF(word_order=2), "bleu": bleu}
+    # TER takes longer than the translations.
+    return {"chrf": CHRF(word_order=2), "bleu": bleu} | ({"ter": TER()} if with_ter else {})
 
 
 # Lengths of sacreBLEU's statistics: three counts for each of 6 orders of letters and 2 of words; matches and
-# totals of 4 orders of words, and two lengths.
-_SIZES = {"chrf": 24, "bleu": 10}
+# totals of 4 orders of words, and two lengths; edits and words of the reference.
+_SIZES = {"chrf": 24, "bleu": 10, "ter": 2}
 
 
 def _batches(task, subset: str, number: int) -> Iterator[tuple[tuple[str, str], list[dict]]]:

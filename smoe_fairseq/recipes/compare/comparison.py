@@ -139,8 +139,8 @@ def _bootstrap(
     dataset: Dataset, direction: str, first: _System, second: _System, metric: str
 ) -> float:
     files = [system.translations(direction) for system in (first, second)]
-    if metric == scores.COMET:
-        lines = ([scores.comet_of_lines(file) for file in of_runs] for of_runs in files)
+    if scores.METRICS.get(metric) is None:
+        lines = ([scores.numbers_of_lines(file, metric) for file in of_runs] for of_runs in files)
         return mean_p_value(*(np.mean(of_runs, axis=0) for of_runs in lines))
     language = direction.split("-")[1]
     reference = test_file(dataset, direction, language)

@@ -96,7 +96,10 @@ def _by_class(dataset: Dataset, classes: Mapping[str, Sequence[str] | None]) -> 
 
 def print_table(dataset: Dataset, format: str, metric: str, compare: Sequence[str] | None) -> None:
     """Print the table of a data set, or the comparison of two of its methods or runs."""
-    metric = next(name for name in scores.METRICS if name.lower() == metric)
+    known = {name.lower(): name for name in (*scores.METRICS, *dataset.metrics)}
+    if metric.lower() not in known:
+        raise UsageError(f"--metric {metric}: expected one of {', '.join(known)}")
+    metric = known[metric.lower()]
     if compare:
         # sacreBLEU is slow to import.
         from smoe_fairseq.recipes.compare.comparison import comparison

@@ -181,7 +181,7 @@ class Evaluation:
             if other_texts := saved.get("texts") != key["texts"]:
                 self.check_texts(self.directions)
             for file in folder.glob("*-*.json"):
-                if other_texts or not file.name.endswith(".comet.json"):
+                if other_texts or scores.OF_SACREBLEU.fullmatch(file.name):
                     file.unlink()
             self._write_key(folder)
         return True
@@ -280,6 +280,8 @@ def evaluate(dataset: Dataset, method: str, flags: Sequence[str], checkpoint: st
             _translate(evaluation)
     if scorer is not None:
         _score_by_comet(evaluation, scorer)
+    for metric, words in dataset.metrics.items():
+        _score_by_command(evaluation, metric, words)
 
 
 def _evaluate_pretrained(dataset: Dataset, flags: Sequence[str]) -> None:
@@ -340,20 +342,39 @@ def _directions(dataset: Dataset, raw: Path) -> tuple[str, ...]:
     return directions
 
 
-def _score_by_comet(evaluation: Evaluation, scorer: scores.Scorer) -> None:
+def _texts(evaluation: Evaluation) -> dict[str, scores.Texts]:
     done = evaluation.complete
-    texts = {
+    return {
         d: (evaluation.source(d), done / f"{d}.txt", evaluation.reference(d))
         for d in evaluation.directions
     }
+
+
+def _score_by_comet(evaluation: Evaluation, scorer: scores.Scorer) -> None:
+    done, texts = evaluation.complete, _texts(evaluation)
     if dry_run():
         run(scorer.command(each, done / f"{d}.comet.json") for d, each in texts.items())
         return
     scorer.score(texts, done)
-    scored = evaluation.scored(done)
+    _save_others(evaluation, scores.COMET)
+
+
+def _score_by_command(evaluation: Evaluation, metric: str, words: str) -> None:
+    for direction, texts in _texts(evaluation).items():
+        file = evaluation.complete / f"{direction}.{metric.lower()}.json"
+        if dry_run():
+            run([f"{scores.filled_in(words, texts)}  # {metric}, a number per line"])
+        else:
+            scores.score_by_command(metric, words, texts, file)
+    if not dry_run():
+        _save_others(evaluation, metric)
+
+
+def _save_others(evaluation: Evaluation, metric: str) -> None:
+    scored = evaluation.scored(evaluation.complete)
     evaluation.save(scored, evaluation.folder)
     for direction, score in scored.items():
-        print(f"# {direction}: {scores.COMET} {score.others[scores.COMET][0]:.2f}", flush=True)
+        print(f"# {direction}: {metric} {score.others[metric][0]:.2f}", flush=True)
 
 
 def _translate(evaluation: Evaluation) -> None:

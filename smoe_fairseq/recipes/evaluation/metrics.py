@@ -24,12 +24,10 @@ def tokenizer_of(settings: Flags, language: str) -> str:
 
 def flags_for(settings: Flags, language: str, metric: str) -> Flags:
     """sacreBLEU's flags for one of `scores.METRICS` into a language."""
-    tokenizer = tokenizer_of(settings, language)
-    if metric == scores.SPBLEU and not tokenizer.startswith("flores"):
-        tokenizer = scores.SPBLEU_TOKENIZER
-    chrf = {"metrics": ["chrf"], "chrf-word-order": 2}
-    kind = chrf if metric == scores.CHRF else {"metrics": ["bleu"]}
-    return settings | kind | {"tokenize": tokenizer}
+    own, tokenizer = scores.METRICS[metric], tokenizer_of(settings, language)
+    if not tokenizer.startswith("flores"):
+        tokenizer = own.get("tokenize", tokenizer)
+    return settings | own | {"tokenize": tokenizer}
 
 
 def check_tokenizer(settings: Flags, language: str) -> None:

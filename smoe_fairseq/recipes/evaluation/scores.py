@@ -27,7 +27,18 @@ from smoe_fairseq.recipes.program_flags import arguments, flag_values
 FILE = "scores.json"
 UNFINISHED = "test.partial"  # next to it: the folder of an incomplete evaluation
 SPBLEU_TOKENIZER = "flores200"
-BLEU, CHRF, SPBLEU, COMET = METRICS = ("BLEU", "chrF++", "spBLEU", "COMET")
+BLEU, CHRF, SPBLEU, COMET = "BLEU", "chrF++", "spBLEU", "COMET"
+# sacreBLEU's flags for each metric; None: another program computes it, as it does a data set's `metrics`.
+METRICS = {
+    BLEU: {"metrics": ["bleu"]},
+    CHRF: {"metrics": ["chrf"], "chrf-word-order": 2},
+    SPBLEU: {"metrics": ["bleu"], "tokenize": SPBLEU_TOKENIZER},
+    COMET: None,
+    "chrF": {"metrics": ["chrf"], "chrf-word-order": 0},
+    "TER": {"metrics": ["ter"]},
+}
+LOWER_IS_BETTER = {"TER"}
+OF_SACREBLEU = re.compile(r"[^.]+(\.spbleu)?\.json")  # files of its scores
 
 
 @dataclass(frozen=True)
@@ -63,13 +74,15 @@ class Score:
 
 
 def read_score(folder: Path, direction: str) -> Score:
-    """Read a score from ``DIRECTION.json``, ``DIRECTION.spbleu.json`` and ``DIRECTION.comet.json``."""
+    """Read a score from ``DIRECTION.json``, ``DIRECTION.spbleu.json`` and ``DIRECTION.METRIC.json``."""
     results = {}
-    for file in (f"{direction}{kind}.json" for kind in ("", ".spbleu", ".comet")):
+    files = [f"{direction}{kind}.json" for kind in ("", ".spbleu", ".comet")]
+    files += sorted(path.name for path in folder.glob(f"{direction}.*.json"))
+    for file in dict.fromkeys(files):
         if (folder / file).exists():
             content = read_json(folder / file, (dict, [dict]))
             for result in content if isinstance(content, list) else [content]:
-                name = CHRF if result["name"] == "chrF2++" else result["name"]  # 2 is beta
+                name = re.sub("^chrF2", "chrF", result["name"])  # 2 is beta
                 results.setdefault(SPBLEU if file.endswith(".spbleu.json") else name, result)
     bleu = results.pop(BLEU)
     others = {name: (result["score"], result["signature"]) for name, result in results.items()}
@@ -203,7 +216,10 @@ def mean_points(scored: Mapping[str, Score], metric: str = BLEU) -> float:
 
 def label(metric: str) -> str:
     """What a table calls a metric."""
-    return {BLEU: "sacreBLEU", COMET: COMET}.get(metric, f"sacreBLEU's {metric}")
+    if METRICS.get(metric) is None:
+        return metric
+    name = "sacreBLEU" if metric == BLEU else f"sacreBLEU's {metric}"
+    return f"{name} (lower is better)" if metric in LOWER_IS_BETTER else name
 
 
 # COMET, by the program ``comet-score`` of another environment: ``unbabel-comet`` 2.2.7 needs numpy below 2.
@@ -286,15 +302,49 @@ def scorer() -> Scorer | None:
     return Scorer(tuple(program), os.environ.get("COMET_MODEL") or MODEL)
 
 
-def comet_of_lines(translations: Path) -> list[float]:
-    """COMET of each line of ``DIRECTION.txt``; raises UsageError if it was not scored by COMET."""
-    file = _file(translations.parent, translations.stem)
-    advice = "run scripts/evaluate.sh again with COMET"
+def score_by_command(metric: str, words: str, texts: Texts, file: Path) -> None:
+    """Write the scores of a data set's own metric, their mean, and the command as the signature.
+
+    Args:
+        words: the command, which prints a number for each line of ``{source}``, ``{translation}`` and
+            ``{reference}``, the files in its place.
+
+    Raises:
+        UsageError: the command failed, or prints other lines.
+    """
+    with suppress(UsageError, KeyError):
+        if read_json(file)["signature"] == words:
+            return
+    with tempfile.TemporaryDirectory() as folder:
+        output = Path(folder, "numbers")
+        run_quietly(f"{filled_in(words, texts)} > {shlex.quote(str(output))}")
+        lines, count = read_text(output).split(), len(lines_of(texts[1]))
+    try:
+        numbers = [float(line) for line in lines]
+    except ValueError:
+        numbers = []
+    if len(numbers) != count or not all(map(math.isfinite, numbers)):
+        raise UsageError(f"{metric}: {words}: expected {count} lines, each with a number")
+    result = {"name": metric, "score": statistics.fmean(numbers), "signature": words}
+    write_whole(file, json.dumps(result | {"sentences": numbers}) + "\n")
+
+
+def filled_in(words: str, texts: Texts) -> str:
+    """The command with the names of the files."""
+    for name, file in zip(("source", "translation", "reference"), texts, strict=True):
+        words = words.replace(f"{{{name}}}", shlex.quote(str(file)))
+    return words
+
+
+def numbers_of_lines(translations: Path, metric: str) -> list[float]:
+    """The score of each line of ``DIRECTION.txt``; raises UsageError if it lacks those of the metric."""
+    file = _file(translations.parent, translations.stem, metric)
+    advice = f"run scripts/evaluate.sh again with {metric}"
     return read_json(file, {"sentences": [float]}, advice)["sentences"]
 
 
-def _file(folder: Path, direction: str) -> Path:
-    return folder / f"{direction}.comet.json"
+def _file(folder: Path, direction: str, metric: str = COMET) -> Path:
+    return folder / f"{direction}.{metric.lower()}.json"
 
 
 def lines_of(file: Path) -> list[str]:

@@ -168,7 +168,7 @@ def validation_flags(dataset: Dataset) -> Flags:
         "validate-sentences": settings.get("sentences", 200),
         "validate-beam": settings.get("beam"),
         "best-checkpoint-metric": settings.get("metric", "chrf"),
-        "maximize-best-checkpoint-metric": True,
+        "maximize-best-checkpoint-metric": settings.get("metric") != "ter",
         "validate-interval-updates": settings.get("every"),
         "save-interval-updates": settings.get("every"),
         "patience": settings.get("patience"),
