@@ -1,5 +1,6 @@
 """``smoe import`` of M2M-100, NLLB-200 and NLLB-MoE: what transformers computes, with their text."""
 
+import json
 import math
 import shutil
 from argparse import Namespace
@@ -8,11 +9,12 @@ from pathlib import Path
 import pretrained
 import pytest
 import torch
-from commands import changed
+from commands import changed, load
 from test_expert_parallel_checkpoints import call, refusal
 
 from smoe_fairseq.checkpoints.sets import same_bits
 from smoe_fairseq.models.transformer import SMoETransformerModel
+from smoe_fairseq.subwords import read_subwords
 from smoe_fairseq.translate.readout import encoded
 
 pytest.importorskip("transformers", reason="the package transformers is not installed")
@@ -207,6 +209,81 @@ def test_ctranslate2(kind, imported, tmp_path):
     for translation, result in zip(found, results, strict=True):
         scores = translation.hypotheses[0].scores
         assert result.log_probs == pytest.approx([s * math.log(2) for s in scores], abs=1e-3)
+
+
+def shards(folder: Path, copy: Path) -> list[Path]:
+    """The same folder with weights in two files of torch; returns these."""
+    from safetensors.torch import load_file
+
+    shutil.copytree(folder, copy, ignore=shutil.ignore_patterns("*.safetensors"))
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.encoder.embed_positions.weights"] = torch.ones(3, 2)  # of an old version
+    names = [f"pytorch_model-0000{n}-of-00002.bin" for n in (1, 2)]
+    place = {name: names[i % 2] for i, name in enumerate(tensors)}
+    for file in names:
+        torch.save({n: t for n, t in tensors.items() if place[n] == file}, copy / file)
+    index = json.dumps({"metadata": {}, "weight_map": place})
+    (copy / "pytorch_model.bin.index.json").write_text(index)
+    return [copy / name for name in names]
+
+
+def test_other_files_of_the_same_model(imported, kind, theirs, m2m, nllb, tmp_path):
+    """Weights in shards of torch; and of NLLB-200 tokenizer.json alone, as transformers 5 saves it."""
+    first, second = shards({"m2m": m2m, "nllb": nllb}[kind], folder := tmp_path / "model")
+    if kind == "nllb":
+        theirs[0].save_pretrained(folder)
+        (folder / "sentencepiece.bpe.model").unlink()
+    call("import", folder, "--output", tmp_path / "new/ours.pt")
+    expected, found = load(imported)["model"], load(tmp_path / "new/ours.pt")["model"]
+    assert all(same_bits(found[name], expected[name]) for name in expected)
+    for name in ("dict.txt", "langs.txt"):
+        content = (tmp_path / "new" / name).read_bytes()
+        assert content == (imported.parent / name).read_bytes()
+    models = [read_subwords(p.parent / "spm.model") for p in (imported, tmp_path / "new/ours.pt")]
+    for line in pretrained.lines(200, seed=4) + SPECIAL:
+        assert models[0].encode(line) == models[1].encode(line)
+    torch.save({"weights": [Path]}, first)
+    assert str(first) in refusal("import", folder, "--output", tmp_path / "x/ours.pt")
+    second.unlink()
+    torch.save({}, first)
+    assert str(second) in refusal("import", folder, "--output", tmp_path / "x/ours.pt")
+    assert not (tmp_path / "x").exists()
+
+
+ADDED = {"added_tokens_decoder": {str(4 + 497 + i): {"content": t} for i, t in enumerate("ab")}}
+SETTINGS = "tokenizer_config.json"
+WRONG = [  # a file, the values that it gets or None without it, and what the sentence names
+    *(("config.json", {"model_type": t}, "model_type") for t in ("marian", "mbart", "t5")),
+    ("config.json", {"quantization_config": {"quant_method": "gptq"}}, "quantization_config"),
+    ("config.json", {"auto_map": {"AutoModel": "code.Model"}}, "auto_map"),
+    ("config.json", {"encoder_layers": 3}, "encoder.layers.2"),
+    ("config.json", {"d_model": "32"}, "d_model"),
+    ("adapter_config.json", {"peft_type": "LORA"}, "adapter_config.json"),
+    (SETTINGS, {"legacy_behaviour": True}, "legacy_behaviour"),
+    (SETTINGS, {"additional_special_tokens": [], "added_tokens_decoder": {}}, SETTINGS),
+    (SETTINGS, ADDED, "'a'"),
+    (SETTINGS, None, SETTINGS),
+    ("sentencepiece.bpe.model", None, "sentencepiece.bpe.model"),
+    ("sentencepiece.bpe.model", {"other": "vocabulary"}, "model"),
+    ("tokenizer.json", {"model": {"type": "WordPiece"}}, "tokenizer.json"),
+    ("model.safetensors", None, "model.safetensors"),
+]
+
+
+@pytest.mark.parametrize("name, change, named", WRONG)
+def test_what_cannot_be_imported_is_one_sentence(nllb, tmp_path, name, change, named):
+    folder = Path(shutil.copytree(nllb, tmp_path / "model"))
+    file = folder / name
+    if change is None:
+        file.unlink()
+    elif name.endswith(".json"):
+        values = json.loads(file.read_text()) if file.exists() else {}
+        file.write_text(json.dumps(values | change))
+    else:
+        shutil.copy(pretrained.write_subwords(tmp_path / "other", vocab_size=400), file)
+    sentence = refusal("import", folder, "--output", tmp_path / "new/ours.pt")
+    assert named in sentence and str(folder) in sentence
+    assert not (tmp_path / "new").exists()
 
 
 # fairseq's own files

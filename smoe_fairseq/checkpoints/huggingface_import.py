@@ -22,6 +22,11 @@ _LAYOUTS: dict[str, ModuleType] = {
     OURS: huggingface_ours,
     **dict.fromkeys(huggingface_m2m.KINDS, huggingface_m2m),
 }
+# Settings of any config that are refused, and what is expected.
+_REFUSED = {
+    "quantization_config": "weights that are not quantised",
+    "auto_map": "a model of transformers itself, since no code of a folder is run",
+}
 
 
 def read_folder(folder: Path) -> tuple[dict, dict[str, bytes]]:
@@ -33,8 +38,15 @@ def read_folder(folder: Path) -> tuple[dict, dict[str, bytes]]:
     Raises:
         UsageError: a file is missing or damaged, or the folder holds another model.
     """
-    file = folder / "config.json"
+    file, adapter = folder / "config.json", folder / "adapter_config.json"
+    if adapter.exists():
+        raise UsageError(
+            f"{adapter}: expected a whole model; merge_and_unload of PEFT makes one of LoRA"
+        )
     config = read_json(file)
+    for option, what in _REFUSED.items():
+        if config.get(option):
+            raise UsageError(f"{file}: {option} is set; expected {what}")
     kind = config.get("model_type")
     if kind not in _LAYOUTS:
         known = ", ".join([f"{OURS} (smoe export)", *huggingface_m2m.KINDS])

@@ -163,7 +163,10 @@ def _nllb(folder: Path, settings: Mapping) -> tuple[list[str], dict[int, str], b
         if not tokenizer.exists():
             words = pieces
             tokens = {i: token for i, token in _added(folder, settings).items() if i >= len(words)}
-            special = settings.get("additional_special_tokens") or []
+            special = settings.get("additional_special_tokens")
+            if special is None and (listed := folder / "special_tokens_map.json").exists():
+                special = read_json(listed, _FORM).get("additional_special_tokens")
+            special = special or []
             tokens = tokens or dict(enumerate([*special, "<mask>"], len(words)))
     return words, tokens, subwords
 
