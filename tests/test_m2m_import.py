@@ -91,13 +91,19 @@ def test_text(kind, imported, theirs):
         assert [language, *encoded(ours, line, ours.src_dict)] == ids, repr(line)
     sample = tokenizer(text[:20], return_tensors="pt", padding=True)
     first = tokenizer.convert_tokens_to_ids(f"__{target}__" if kind == "m2m" else target)
-    said = model.generate(**sample, forced_bos_token_id=first, num_beams=1, max_length=30)
-    options = {"beam": 1, "max_len_a": 0, "max_len_b": 28}
-    found = ours.translations(text[:20], source_lang=source, target_lang=target, **options)
-    for ids, translation in zip(said.tolist(), found, strict=True):
-        tokens = [ours.tgt_dict.index(token) for token in translation.hypotheses[0].tokens]
-        expected = ids[1 : ids.index(2, 1) + 1] if 2 in ids[1:] else ids[1:]
-        assert tokens[:28] == expected[:28]  # at the limit ours ends
+    for beam in (1, 5):
+        # With another length penalty ours, like fairseq, divides the score of the language's token, too.
+        search = {"num_beams": beam, "length_penalty": 0.0, "suppress_tokens": [1]}
+        search |= {"early_stopping": True} if beam > 1 else {}
+        said = model.generate(
+            **sample, forced_bos_token_id=first, forced_eos_token_id=2, max_length=30, **search
+        )
+        options = {"beam": beam, "lenpen": 0.0, "max_len_a": 0, "max_len_b": 28}
+        found = ours.translations(text[:20], source_lang=source, target_lang=target, **options)
+        for ids, translation in zip(said.tolist(), found, strict=True):
+            tokens = [ours.tgt_dict.index(token) for token in translation.hypotheses[0].tokens]
+            end = 25 if len(tokens) > 28 else None  # at the limit, theirs ends at no cost
+            assert tokens[:end] == ids[1 : ids.index(2, 1) + 1][:end]
 
 
 # NLLB-MoE
