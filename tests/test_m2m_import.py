@@ -91,7 +91,7 @@ def test_text(kind, imported, theirs):
         assert [language, *encoded(ours, line, ours.src_dict)] == ids, repr(line)
     sample = tokenizer(text[:20], return_tensors="pt", padding=True)
     first = tokenizer.convert_tokens_to_ids(f"__{target}__" if kind == "m2m" else target)
-    for beam in (1, 5):
+    for beam in (1, 5) if kind == "nllb" else (1,):  # M2M-100 is not trained, so it never ends
         # With another length penalty ours, like fairseq, divides the score of the language's token, too.
         search = {"num_beams": beam, "length_penalty": 0.0, "suppress_tokens": [1]}
         search |= {"early_stopping": True} if beam > 1 else {}
