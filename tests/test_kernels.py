@@ -42,7 +42,7 @@ class Kernels:
     def __getattr__(self, name):
         def warmup(*arguments, grid, **options):
             self.seen.append(name)
-            return SimpleNamespace(_init_handles=partial(self.load, name, arguments))
+            return SimpleNamespace(n_spills=0, _init_handles=partial(self.load, name, arguments))
 
         return SimpleNamespace(__name__=name, warmup=warmup)
 
@@ -79,6 +79,20 @@ def test_tiles_are_as_large_as_the_device_allows(columns, shrink, logged, monkey
         "collect",
     }
     assert shrink is None or set(found.seen) == everything
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("capability", [(7, 0), (7, 5), (8, 0), (8, 9), (9, 0), (12, 0)])
+def test_auto_takes_the_kernels_on_all_gpus_that_triton_supports(capability, dtype, monkeypatch):
+    """With torch's products where they are one kernel."""
+    block, x = StratifiedMoE(64, 64, "4-4").to(dtype), torch.empty(3, 64, dtype=dtype)
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    monkeypatch.setattr(torch.Tensor, "device", torch.device("cuda"))
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
+    monkeypatch.setattr(fused, "shrinkage", lambda *_: 1)
+    assert fused.applies(block, x) == (capability != (7, 0))
+    assert fused.one_launch(block, x) == (capability == (9, 0) and dtype == torch.bfloat16)
 
 
 def test_kernels_are_launched_on_the_tokens_device(monkeypatch):

@@ -72,7 +72,7 @@ def block(context: Context) -> Iterator[dict]:
 def executions(device: torch.device) -> list[str]:
     """Those that are compared on a device; Triton's kernels need a GPU."""
     ways = [way for way in EXECUTIONS if way != "auto"]
-    return [way for way in ways if way != "fused" or device.type == "cuda"]
+    return [way for way in ways if not way.startswith("fused") or device.type == "cuda"]
 
 
 def measure(case: Case, device: torch.device, tiny: bool) -> dict:

@@ -20,30 +20,32 @@ from smoe_fairseq.modules import StratifiedMoE, fused
 TABLE = Path(__file__).parent.parent / "results/gpu/resources.md"
 # KiB of shared memory of a program, by compute capability (CUDA C++ Programming Guide, table of features).
 SHARED = {75: 64, 80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
-# Strata, and whether fp32 weights are computed with under autocast.
-BLOCKS = {"4-4": False, "8-24": True, "64-64": True}
+# Strata, and the type of the computation.
+BLOCKS = [("4-4", "half"), ("4-4", "fp32"), ("8-24", "autocast"), ("64-64", "autocast")]
 TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 TYPES |= {torch.int32: "i32", torch.int64: "i64", torch.bool: "i1"}
 COLUMNS = "| capability | block | tiles | shared memory, KiB | registers | spills, bytes |"
 
 
 def launches(
-    strata: str, half: torch.dtype, autocast: bool, shrink: int = 1, sizes=(1024, 4096), **options
+    strata: str, half: torch.dtype, kind: str, shrink: int = 1, sizes=(1024, 4096)
 ) -> dict:
-    """Each kernel of a training pass, with its arguments."""
+    """Each kernel of a training pass, with its arguments; products by our own kernels and by torch."""
     found = {}
 
     def note(kernel, grid, arguments, constants, **settings):
-        key = kernel.__name__, constants
-        found.setdefault(key, (kernel, (*arguments, *constants), settings))
+        name = kernel.__name__
+        key = name, constants if name == "multiply" else ()
+        found[key] = kernel, (*arguments, *constants), settings
 
-    dtype = torch.float32 if autocast else half
-    with (
-        torch.device("meta"),
-        mock.patch.object(fused, "autocast_dtype", lambda _: half if autocast else None),
-    ):
-        block = StratifiedMoE(*sizes, strata, dropout=0.1, **options).to(dtype)
-        fused.rehearse(block, torch.empty(1, sizes[0], dtype=dtype), note, shrink)
+    dtype = half if kind == "half" else torch.float32
+    autocast = mock.patch.object(
+        fused, "autocast_dtype", lambda _: half if kind == "autocast" else None
+    )
+    with torch.device("meta"), autocast:
+        for execution in ("fused", "fused-triton"):
+            block = StratifiedMoE(*sizes, strata, dropout=0.1, execution=execution).to(dtype)
+            fused.rehearse(block, torch.empty(1, sizes[0], dtype=dtype), note, shrink)
     return found
 
 
@@ -77,22 +79,26 @@ def compiled(kernel, args, options: dict, capability: int) -> SimpleNamespace:
     return SimpleNamespace(shared=done.metadata.shared, registers=numbers[0], spills=numbers[1])
 
 
-def measure(capability: int, strata: str, autocast: bool) -> str:
+def measure(capability: int, strata: str, kind: str) -> str:
     """A row of the table: the largest tiles that fit."""
     half = torch.float16 if capability < 80 else torch.bfloat16
+    tried = []
     for shrink in fused.SHRINKS:
         found = []
-        for (name, _), launch in launches(strata, half, autocast, shrink).items():
+        for (name, _), launch in launches(strata, half, kind, shrink).items():
             found.append((compiled(*launch, capability), name))
             if found[-1][0].shared > 1024 * SHARED[capability]:
                 break
         else:
-            break
+            tried.append((max(usage.spills for usage, _ in found), shrink, found))
+            if tried[-1][0] <= 4 * fused.SPILLS:
+                break
+    _, shrink, found = min(tried, key=lambda each: each[:2])
     cells = []
     for key, unit in (("shared", 1024), ("registers", 1), ("spills", 1)):
         most, name = max((getattr(usage, key), name) for usage, name in found)
         cells.append(f"{-(-most // unit)} (`{name}`)" if most else "0")
-    kind = TYPES[half] + (" under autocast" if autocast else "")
+    kind = {"half": TYPES[half], "autocast": f"{TYPES[half]} under autocast"}.get(kind, kind)
     tiles = f"1/{shrink}" if shrink > 1 else "full"
     return f"| {capability / 10} | `{strata}`, {kind} | {tiles} | {' | '.join(cells)} |"
 
@@ -102,8 +108,8 @@ def main() -> None:
     parser.add_argument("capabilities", nargs="*", type=int, default=list(SHARED))
     rows = []
     for capability in parser.parse_args().capabilities:
-        for strata, autocast in BLOCKS.items():
-            rows.append(measure(capability, strata, autocast))
+        for strata, kind in BLOCKS:
+            rows.append(measure(capability, strata, kind))
             print(rows[-1], flush=True)
     text = [
         "# What the fused kernels need",

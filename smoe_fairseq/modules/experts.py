@@ -132,7 +132,7 @@ def divide_gradient(weight: Tensor, number: int) -> Tensor:
     return weight
 
 
-EXECUTIONS = ("auto", "per-expert", "grouped", "fused")
+EXECUTIONS = ("auto", "per-expert", "grouped", "fused", "fused-triton")
 logger = logging.getLogger(__name__)
 
 
@@ -148,7 +148,7 @@ def start_pass(
     """
     if callable(execution):
         return execution(experts)
-    if execution in ("auto", "fused"):
+    if execution in ("auto", "fused", "fused-triton"):
         execution = best_execution(weights[0].device, weights[0])
     return (Grouped if execution == "grouped" else PerExpert)(experts)
 

@@ -28,13 +28,21 @@ from smoe_fairseq.modules.torch_features import autocast_dtype
 logger = logging.getLogger(__name__)
 TYPES = (torch.float32, torch.float16, torch.bfloat16)
 MAX_EXPERTS, MAX_CHOICES, MAX_WIDTH = 128, 8, 2048
+OLDEST = (7, 5)  # compute capability; Triton supports none before
 # The fastest settings measured on an H200.
 TOKENS = 16  # per program
 PARTS = 16  # partial sums over an expert's rows
 BLOCK_D = 256  # columns that a program processes at a time
 SHRINKS = (1, 2, 4, 8)  # of tiles, tried in this order
+SPILLS = 16  # numbers of a thread that a kernel may keep in memory
 PROGRAMS = 1024  # of a kernel over rows, whose number is not known on the host
-TILES = {"activate": (16, 256), "spread": 128, "sums": (64, 64), "norm": (2, 1024, 512)}
+TILES = {
+    "activate": (16, 256),
+    "spread": 128,
+    "sums": (64, 64),
+    "products": 32,
+    "norm": (2, 1024, 512),
+}
 
 
 @functools.cache
@@ -58,18 +66,20 @@ def shrinkage(block, x: Tensor) -> int | None:
     w1, gate = block.experts.w1, block.gates[0]
     types = x.dtype, autocast_dtype(x.device), w1.dtype, gate.weight.dtype
     key = x.device, *types, w1.shape, block.strata, gate.top_k, block.training
+    key += (block.execution,)
     if key not in _shrinks:
-        _shrinks[key], reason = None, ""
+        spills, reason = {}, ""
         for shrink in SHRINKS:
             try:
-                with torch.cuda.device_of(x):  # for which Triton compiles
-                    rehearse(block, x, _compile, shrink)
-                _shrinks[key] = shrink
-                break
+                spills[shrink] = _spills(block, x, shrink)
             except Exception as error:  # of a compiler, a driver or Triton itself
                 reason = str(error)
-                if type(error).__name__ != "OutOfResources":
-                    break
+                if type(error).__name__ == "OutOfResources":
+                    continue
+                break
+            if spills[shrink] <= SPILLS:
+                break
+        _shrinks[key] = min(spills, key=spills.get) if spills else None
         what = f"{len(w1)} experts of {w1.shape[2]} and {w1.shape[1]} on {x.device}"
         if _shrinks[key] is None:
             logger.warning("%s: no fused kernels, since Triton fails: %s", what, reason)
@@ -78,9 +88,18 @@ def shrinkage(block, x: Tensor) -> int | None:
     return _shrinks[key]
 
 
-def _compile(kernel, grid: tuple, arguments: tuple, constants: tuple, **options) -> None:
-    # Loads the kernel, too, which raises OutOfResources.
-    kernel.warmup(*arguments, *constants, grid=grid, **options)._init_handles()
+def _spills(block, x: Tensor, shrink: int) -> int:
+    """Numbers that a thread of the block's kernels keeps in memory, at most."""
+    found = []
+
+    def load(kernel, grid: tuple, arguments: tuple, constants: tuple, **options) -> None:
+        compiled = kernel.warmup(*arguments, *constants, grid=grid, **options)
+        compiled._init_handles()  # raises OutOfResources
+        found.append(compiled.n_spills)
+
+    with torch.cuda.device_of(x):  # for which Triton compiles
+        rehearse(block, x, load, shrink)
+    return max(found)
 
 
 def rehearse(block, x: Tensor, launch: Callable, shrink: int = 1) -> None:
@@ -108,16 +127,19 @@ def rehearse(block, x: Tensor, launch: Callable, shrink: int = 1) -> None:
 def applies(block, x: Tensor) -> bool:
     """Whether to use `forward` for this block and ``x``.
 
-    With ``execution="auto"`` it is used where it was measured to be fastest: in half precision on GPUs that
-    compute a grouped product in one kernel.
+    With ``execution="auto"`` it is used on NVIDIA's GPUs from compute capability 7.5 on.
     """
     execution = block.execution
-    if execution not in ("fused", "auto") or torch.compiler.is_compiling() or type(x) is not Tensor:
+    if (
+        execution not in ("fused", "fused-triton", "auto")
+        or torch.compiler.is_compiling()
+        or type(x) is not Tensor
+    ):
         return False
-    w1 = block.experts.w1
     if execution == "auto":
-        half = (autocast_dtype(x.device) or w1.dtype) in (torch.float16, torch.bfloat16)
-        if not (half and one_kernel(x.device, torch.bfloat16)):
+        if not x.is_cuda or torch.version.cuda is None:
+            return False
+        if torch.cuda.get_device_capability(x.device) < OLDEST:
             return False
     config, norms, gates, strata = block.config, block.layer_norms, block.gates, block.strata
     return (
@@ -126,7 +148,6 @@ def applies(block, x: Tensor) -> bool:
         and x.dtype in TYPES
         and x.shape[-1] <= MAX_WIDTH
         and strata.num_experts <= MAX_EXPERTS
-        and can_group(w1)
         and not block.experts.placement.is_sharded
         and config.norms == "paper"
         and not strata.fixed_depth
@@ -139,6 +160,15 @@ def applies(block, x: Tensor) -> bool:
         and all(norm.weight.dtype == gates[0].weight.dtype for norm in norms)
         and (kernels().is_interpreted() or (x.is_cuda and shrinkage(block, x) is not None))
     )
+
+
+def one_launch(block, x: Tensor) -> bool:
+    """Whether the products are torch's: where they are one kernel, which was faster on an H200."""
+    if block.execution == "fused-triton":
+        return False
+    dtype = autocast_dtype(x.device) or block.experts.w1.dtype
+    waits = x.is_cuda and not one_kernel(x.device, dtype)
+    return can_group(block.experts.w1) and not waits
 
 
 def forward(block, x: Tensor, padding_mask: Tensor | None, with_stats: bool = True):
@@ -185,11 +215,15 @@ def _settings(block, x_TD: Tensor, padding_mask: Tensor | None, shrink: int) -> 
     inner_dropout = experts.activation_dropout if training else 0.0
     noisy = policy != "all" or dropout or inner_dropout
     rounds = autocast_dtype(x_TD.device) is None
+    is_exact = not rounds or torch.float32 in (x_TD.dtype, gate.weight.dtype)
     block_e = max(_next_power(len(block.stratum_of_expert)), 16)
     gate_d = BLOCK_D if block_e == 16 else 2048 // block_e
     return SimpleNamespace(
         launcher=Launcher,
+        products=TorchProducts if one_launch(block, x_TD) else TritonProducts,
         product=torch_features.grouped_mm,
+        PRECISION="ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32",
+        BLOCK=128 // shrink,
         strata=_layout(block.strata),
         padding=None if padding_mask is None else padding_mask.reshape(-1),
         stratum_of_expert=block.stratum_of_expert,
@@ -200,18 +234,19 @@ def _settings(block, x_TD: Tensor, padding_mask: Tensor | None, shrink: int) -> 
         COLUMNS=len(block.stratum_of_expert),
         ROUND=rounds,
         # Products of half precision numbers are exact in tf32.
-        EXACT=not rounds or torch.float32 in (x_TD.dtype, gate.weight.dtype),
+        EXACT=is_exact,
         POLICY=policy,
         NORMALIZE=gate.normalization,
         # The capacity factor as a ratio; 0: no limit.
         LIMIT=_ratio(gate.capacity.current_factor),
         DROPOUT=dropout,
         INNER_DROPOUT=inner_dropout,
-        BLOCK_D=min(_next_power(x_TD.shape[1]), BLOCK_D),
+        BLOCK_D=min(_next_power(x_TD.shape[1]), 2 * BLOCK_D // x_TD.element_size()),
         BLOCK_E=block_e,
         # Of products with the gates' weights, whose tiles grow with the number of experts.
         GATE_D=max(min(_next_power(x_TD.shape[1]), gate_d) // shrink, 16),
-        SUMS_C=max(min(TILES["sums"][0], 1024 // block_e) // shrink, 16),
+        SUMS_C=max(min(TILES["sums"][0], 1024 // block_e) // (shrink * (1 + is_exact)), 16),
+        SUMS_N=max(min(TILES["sums"][1], 1024 // block_e) // (1 + is_exact), 16),
         BLOCK_K=_next_power(gate.top_k),
     )
 
@@ -263,15 +298,73 @@ class Launcher:
             compiled[(*grid, 1, 1)](*arguments, *constants)
 
 
+class TorchProducts:
+    """Products of the experts' rows by torch, for shapes and devices for which it has one kernel."""
+
+    def __init__(self, run: SimpleNamespace, launch: Callable):
+        self.run, self.launch = run, launch
+
+    def multiply(self, x_NI, weight, ends_E, first: int, back=False, activation=None) -> Tensor:
+        """``x W_e'``, with ``back`` ``x W_e``, of the experts from the ``first`` on.
+
+        Args:
+            activation: bias, seed and stratum; then ``dropout(relu(x W_e' + bias))``.
+        """
+        weight = weight[first:] if back else weight[first:].transpose(1, 2)
+        y_NO, run = self.run.product(x_NI, weight, offs=ends_E), self.run
+        if activation is not None:
+            bias, seed, i = activation
+            self.launch(
+                kernels().activate, (min(PROGRAMS, -(-len(x_NI) // TOKENS)),),
+                (y_NO, bias, ends_E, seed, i, len(ends_E), first),
+                (y_NO.shape[1], run.INNER_DROPOUT, run.BLOCK_E, *TILES["activate"]),
+            )  # fmt: skip
+        return y_NO
+
+    def outer(self, y_NO: Tensor, x_NI: Tensor, ends_E: Tensor) -> Tensor:
+        """``sum_n y_n x_n'`` over each expert's rows ``(E, O, I)``."""
+        return self.run.product(y_NO.t(), x_NI, offs=ends_E)
+
+
+class TritonProducts(TorchProducts):
+    """The same by our own kernels."""
+
+    def multiply(self, x_NI, weight, ends_E, first: int, back=False, activation=None) -> Tensor:
+        run, (copies, inputs), block = self.run, x_NI.shape, self.run.BLOCK
+        outputs = weight.shape[2 if back else 1]
+        y_NO = x_NI.new_empty(copies, outputs)
+        bias, seed, i = activation or (weight, weight, 0)
+        programs = (-(-copies // block) + len(ends_E)) * -(-outputs // block)
+        self.launch(
+            kernels().multiply, (programs,),
+            (x_NI, weight, bias, y_NO, ends_E, seed, i, len(ends_E), first),
+            (inputs, outputs, back, activation is not None, run.INNER_DROPOUT if activation else 0.0,
+             run.PRECISION, run.BLOCK_E, block, block, TILES["products"]),
+            num_warps=8,
+        )  # fmt: skip
+        return y_NO
+
+    def outer(self, y_NO: Tensor, x_NI: Tensor, ends_E: Tensor) -> Tensor:
+        block, outputs, inputs = self.run.BLOCK, y_NO.shape[1], x_NI.shape[1]
+        gradient_EOI = y_NO.new_empty(len(ends_E), outputs, inputs)
+        self.launch(
+            kernels().outer, (len(ends_E) * -(-outputs // block) * -(-inputs // block),),
+            (y_NO, x_NI, gradient_EOI, ends_E),
+            (outputs, inputs, self.run.PRECISION, block, block, TILES["products"]),
+            num_warps=8,
+        )  # fmt: skip
+        return gradient_EOI
+
+
 class _Block(torch.autograd.Function):
     @staticmethod
     def forward(ctx, run, x_TD: Tensor, *parameters: Tensor):
         ctx.set_materialize_grads(False)
-        k, product, (tokens, width) = kernels(), run.product, x_TD.shape
+        k, (tokens, width) = kernels(), x_TD.shape
         strata, columns, top_k, device = len(run.strata), run.COLUMNS, run.K, x_TD.device
         norms, gates = parameters[: 2 * strata], parameters[2 * strata : 3 * strata]
         w1, b1, w2, b2 = parameters[3 * strata :]
-        blocks, inner, copies = -(-tokens // TOKENS), w1.shape[1], tokens * top_k
+        blocks, copies = -(-tokens // TOKENS), tokens * top_k
         stack, y_TD = x_TD.new_empty(strata - 1, tokens, width), torch.empty_like(x_TD)
         positions, choices, rows, totals, counts, *ends = _allocate(
             torch.int32, device, (strata + 1) * tokens, strata * copies, strata * copies,
@@ -286,6 +379,7 @@ class _Block(torch.autograd.Function):
         )
         balance_loss, z_loss = weights.new_empty(()), weights.new_empty(())
         launch, kept = run.launcher(x_TD, *parameters), []
+        products = run.products(run, launch)
         for i, (first, experts, _) in enumerate(run.strata):
             norm, gate, is_first, ends_E = norms[2 * i : 2 * i + 2], gates[i], i == 0, ends[i]
             source = x_TD if is_first else stack
@@ -309,13 +403,10 @@ class _Block(torch.autograd.Function):
                 (width, top_k, columns, strata, is_first, run.ROUND, *run.LIMIT, run.NORMALIZE,
                  run.BLOCK_D, run.BLOCK_E, run.BLOCK_K, TOKENS),
             )  # fmt: skip
-            hidden_NF = product(copies_ND, w1[first:].transpose(1, 2), offs=ends_E)
-            launch(
-                k.activate, (min(PROGRAMS, blocks * top_k),),
-                (hidden_NF, b1, ends_E, run.seed, i, experts, first),
-                (inner, run.INNER_DROPOUT, run.BLOCK_E, *TILES["activate"]),
-            )  # fmt: skip
-            out_ND = product(hidden_NF, w2[first:].transpose(1, 2), offs=ends_E)
+            hidden_NF = products.multiply(
+                copies_ND, w1, ends_E, first, activation=(b1, run.seed, i)
+            )
+            out_ND = products.multiply(hidden_NF, w2, ends_E, first)
             launch(
                 k.combine, (blocks,),
                 (source, out_ND, b2, run.seed, positions, choices, rows, weights, stack, y_TD,
@@ -333,7 +424,7 @@ class _Block(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_y, grad_balance, grad_z):
-        k, product, run = kernels(), ctx.run.product, ctx.run
+        k, run = kernels(), ctx.run
         strata, columns, top_k = len(run.strata), run.COLUMNS, run.K
         x_TD, stack, *saved = ctx.saved_tensors
         parameters, saved = saved[: 3 * strata + 4], saved[3 * strata + 4 :]
@@ -343,7 +434,7 @@ class _Block(torch.autograd.Function):
         (tokens, width), inner, blocks = x_TD.shape, w1.shape[1], -(-len(x_TD) // TOKENS)
         grad_y = torch.zeros_like(x_TD) if grad_y is None else grad_y.contiguous()
         grad_x = torch.empty_like(x_TD)
-        block_c, block_n = run.SUMS_C, TILES["sums"][1]
+        block_c, block_n = run.SUMS_C, run.SUMS_N
         block_t, programs, per_warp = TILES["norm"]
         programs = min(-(-tokens // block_t), programs)
         splits = min(PARTS, -(-tokens // 256))
@@ -358,6 +449,7 @@ class _Block(torch.autograd.Function):
             tokens * columns,
         )
         launch, later = run.launcher(x_TD, grad_y, *parameters), None
+        products = run.products(run, launch)
         for i in reversed(range(strata)):
             first, experts, own = run.strata[i]
             before = sum(each for _, each, _ in run.strata[:i])
@@ -375,7 +467,7 @@ class _Block(torch.autograd.Function):
                  grad_balance is not None, grad_z is not None,
                  min(run.BLOCK_D, TILES["spread"]), run.BLOCK_E, run.BLOCK_K, TOKENS),
             )  # fmt: skip
-            grad_hidden_NF = product(grad_out_ND, w2[first:], offs=ends_E)
+            grad_hidden_NF = products.multiply(grad_out_ND, w2, ends_E, first, back=True)
             launch(
                 k.sums, (splits * (across + experts * (across + wide)),),
                 (source, grad_hidden_NF, hidden_NF, grad_out_ND, grad_logits, *norm, positions, moments,
@@ -383,10 +475,10 @@ class _Block(torch.autograd.Function):
                 (width, inner, columns, size, is_first, run.ROUND, run.EXACT, run.INNER_DROPOUT,
                  run.BLOCK_E, block_c, block_n),
             )  # fmt: skip
-            grad_w2 = product(grad_out_ND.t(), hidden_NF, offs=ends_E)
-            grad_w1 = product(grad_hidden_NF.t(), copies_ND, offs=ends_E)
+            grad_w2 = products.outer(grad_out_ND, hidden_NF, ends_E)
+            grad_w1 = products.outer(grad_hidden_NF, copies_ND, ends_E)
             del grad_out_ND
-            grad_copies_ND = product(grad_hidden_NF, w1[first:], offs=ends_E)
+            grad_copies_ND = products.multiply(grad_hidden_NF, w1, ends_E, first, back=True)
             del grad_hidden_NF
             launch(
                 k.settle, (experts, -(-width * inner // 4096)),

@@ -6,6 +6,8 @@ expert), a grouped product, `activate`, a grouped product and `combine`; backwar
 products with `sums` between them, `settle` and `collect`. Rows after those of the last expert are neither
 read nor written, and the host never waits. The order of sums is fixed, so results repeat bit for bit.
 
+The products are torch's where it has them in one kernel, else `multiply`, which activates too, and `outer`.
+
 `fused.applies` checks whether a block is supported.
 
 Shapes: T tokens, D embedding, F feed-forward, E experts that a gate sees, C experts of the block, K choices
@@ -15,6 +17,7 @@ per token, N = T K rows of copies, L strata, S parts of a sum.
 import triton
 
 from smoe_fairseq.modules.kernels.experts import activate, collect, combine, settle, spread, sums  # noqa: F401
+from smoe_fairseq.modules.kernels.products import multiply, outer  # noqa: F401
 from smoe_fairseq.modules.kernels.routing import dispatch, route, scan  # noqa: F401
 
 

@@ -13,6 +13,19 @@ def _expert_of(row, ends, E, BLOCK_E: tl.constexpr):
     return tl.sum((row[:, None] >= end_E[None, :]).to(tl.int32), 1)
 
 
+@triton.jit
+def activated(
+    x, bias, expert, row, f, inside, seed, stratum, F: tl.constexpr, DROPOUT: tl.constexpr
+):
+    """``dropout(relu(x + bias))`` for rows and columns ``f``; the dropout depends on both alone."""
+    x = x + tl.load(bias + expert[:, None] * F + f[None, :], inside, 0.0).to(tl.float32)
+    x = tl.maximum(x, 0.0, propagate_nan=tl.PropagateNan.ALL)
+    if DROPOUT > 0:
+        drawn = tl.rand(tl.load(seed) + 4 * stratum + 1, row[:, None] * F + f[None, :])
+        x = tl.where(drawn >= DROPOUT, x / (1 - DROPOUT), 0.0)
+    return x
+
+
 @triton.jit(do_not_specialize=["stratum", "E", "first"])
 def activate(
     h, bias, ends, seed, stratum, E, first,
@@ -29,11 +42,7 @@ def activate(
         expert = first + _expert_of(row, ends, E, BLOCK_E)
         at = row.to(tl.int64)[:, None] * F + f[None, :]
         x = tl.load(h + at, inside, 0.0).to(tl.float32)
-        x = x + tl.load(bias + expert[:, None] * F + f[None, :], inside, 0.0).to(tl.float32)
-        x = tl.maximum(x, 0.0, propagate_nan=tl.PropagateNan.ALL)
-        if DROPOUT > 0:
-            drawn = tl.rand(tl.load(seed) + 4 * stratum + 1, row[:, None] * F + f[None, :])
-            x = tl.where(drawn >= DROPOUT, x / (1 - DROPOUT), 0.0)
+        x = activated(x, bias, expert, row, f, inside, seed, stratum, F, DROPOUT)
         tl.store(h + at, x, inside)
 
 
