@@ -106,7 +106,7 @@ def test_declared_experts_per_token_are_those_that_are_counted(name):
     """Of many tokens at random; gates that follow a target have it after an update."""
     model = make_model("--arch", "smoe_transformer_tiny", *FAMILY[name].split())
     block = next(iter(moe_blocks(model).values()))
-    x, ids = torch.randn(40, 25, 128), torch.randint(4, 24, (40, 25))
+    x, ids = torch.randn(25, 40, 128), torch.randint(4, 24, (25, 40))
     with torch.no_grad():
         for gate in block.gates:  # all experts equally likely
             for weight in gate.parameters():

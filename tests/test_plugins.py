@@ -93,18 +93,8 @@ def test_commands_read_the_checkpoint_if_the_plugin_is_named(trained):
         )
         run("smoe", *words, cwd=folder, SMOE_PLUGINS=gates)
         assert (folder / made).exists()
-    said = run(
-        "smoe",
-        "translate",
-        path,
-        "--from",
-        "en",
-        "--to",
-        "de",
-        cwd=folder,
-        stdin="a dog\n",
-        SMOE_PLUGINS=gates,
-    )
+    words = ("translate", path, "--from", "eng", "--to", "nso")
+    said = run("smoe", *words, cwd=folder, stdin="a dog\n", SMOE_PLUGINS=gates)
     assert said.stdout.strip()
     config = json.loads((folder / "hf/config.json").read_text())
     assert config["plugins"]["gate sinkhorn"] == "balancing"

@@ -210,15 +210,20 @@ class SMoELabelSmoothedCrossEntropyCriterion(LabelSmoothedCrossEntropyCriterion)
             if fault := number_fault(value, type(value), least, most):
                 raise UsageError(f"{flag_of(name)} {value}: {fault}")
             setattr(self, name, value)
-        weights = "moe_gate_loss", "moe_z_loss", "moe_entropy_loss"
-        self.loss_weights = {name: getattr(self, f"{name}_wt") for name in weights}
-        if not self.moe_z_loss_wt:
-            del self.loss_weights["moe_z_loss"]  # nor is it logged
         try:
-            self.loss_weights |= parse_weights(cfg.moe_losses)
+            self.plugin_weights = parse_weights(cfg.moe_losses)
         except ValueError as error:
             raise UsageError(f"--moe-losses {error}") from None
         self.begin_update()
+
+    @property
+    def loss_weights(self) -> dict[str, float]:
+        """The weights of the terms in modules/losses.py, by name."""
+        weights = {"moe_gate_loss": self.moe_gate_loss_wt, "moe_z_loss": self.moe_z_loss_wt}
+        weights |= {"moe_entropy_loss": self.moe_entropy_loss_wt}
+        if not self.moe_z_loss_wt:
+            del weights["moe_z_loss"]  # nor is it logged
+        return weights | self.plugin_weights
 
     def begin_update(self):
         """Called by our trainer before the first batch of each update."""
