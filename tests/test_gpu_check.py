@@ -1,10 +1,12 @@
 """`make gpu-check`: its schedule and report, and a rehearsal of the whole on the CPU."""
 
 import json
+import re
 import time
 
 import pytest
 
+from benchmarks.gpu import resources
 from benchmarks.gpu.__main__ import main
 from benchmarks.gpu.parts import PARTS, Part, plan, rounds, run_all
 from benchmarks.gpu.report import goal, passed, report
@@ -138,3 +140,25 @@ def test_a_rehearsal_on_the_cpu(tmp_path):
     assert content["machine"]["device"] == "cpu"
     assert sum(r.get("ok") is True for r in content["results"]) >= 16
     assert "rehearsal" in (tmp_path / "report.md").read_text()
+
+
+def rows_of_the_table() -> list[dict]:
+    lines = resources.TABLE.read_text().splitlines()
+    cells = [line.strip("| ").split(" | ") for line in lines if line.startswith("| ")]
+    return [dict(zip(cells[0], row, strict=True)) for row in cells[1:]]
+
+
+def number(cell: str) -> float:
+    return float(re.match(r"[\d.]+", cell)[0])
+
+
+def test_kernels_fit_every_generation():
+    """As the table says; a test of the kernels compiles one of its rows."""
+    found = rows_of_the_table()  # those of 9.0 and later are compiled as time allows
+    for row in found:
+        capability = round(10 * number(row["capability"]))
+        assert number(row["shared memory, KiB"]) <= resources.SHARED[capability], row
+        assert number(row["registers"]) <= 255, row
+        if "64-64" not in row["block"]:  # up to 32 experts
+            assert number(row["spills, bytes"]) <= 64, row
+    assert {75, 80, 86, 89} <= {round(10 * number(row["capability"])) for row in found}

@@ -17,7 +17,9 @@ triton = pytest.importorskip(
 )
 
 import interpreted  # noqa: E402
+from sampling import soak  # noqa: E402
 
+from benchmarks.gpu import resources  # noqa: E402
 from smoe_fairseq.modules import StratifiedMoE, fused  # noqa: E402
 
 GROUPS = [interpreted.CASES, interpreted.NOISY, interpreted.OTHERS, [interpreted.ROUNDED]]
@@ -113,3 +115,13 @@ def test_kernels_are_launched_on_the_tokens_device(monkeypatch):
         block = StratifiedMoE(64, 64, "4-4", execution="fused")
         fused.forward(block, torch.empty(8, 64), None)
     assert devices == [[torch.device("meta")]]
+
+
+@pytest.mark.parametrize(
+    "capability, strata, kind", [soak(80, "4-4", "half"), soak(75, "64-64", "autocast")]
+)
+def test_the_table_is_of_these_kernels(capability, strata, kind):
+    if f"Triton {triton.__version__}" not in resources.TABLE.read_text():
+        pytest.skip("the table is of another Triton")
+    line = resources.measure(capability, strata, kind)
+    assert line in resources.TABLE.read_text().splitlines()

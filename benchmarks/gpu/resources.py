@@ -111,14 +111,17 @@ def main() -> None:
         for strata, kind in BLOCKS:
             rows.append(measure(capability, strata, kind))
             print(rows[-1], flush=True)
+    write_table(rows)
+
+
+def write_table(rows: list[str]) -> None:
+    limits = ", ".join(f"{limit} on {capability / 10}" for capability, limit in SHARED.items())
     text = [
         "# What the fused kernels need",
         "",
         f"Compiled by Triton {version('triton')} without a GPU, D 1024 and F 4096, by",
-        "`python -m benchmarks.gpu.resources`. Each cell names the kernel that needs most.",
-        "A program can have this much shared memory, in KiB: "
-        + ", ".join(f"{limit} on {capability / 10}" for capability, limit in SHARED.items())
-        + ".",
+        "`python -m benchmarks.gpu.resources`. Each cell names the kernel that needs most; *tiles* are",
+        "the largest that fit. A program can have this much shared memory, in KiB: " + limits + ".",
         "",
         COLUMNS,
         "|" + "---|" * COLUMNS.count(" |"),
