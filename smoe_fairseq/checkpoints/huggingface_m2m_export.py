@@ -17,6 +17,7 @@ from smoe_fairseq.checkpoints.model import SIDES, check_fit
 from smoe_fairseq.checkpoints.sets import UNSET
 from smoe_fairseq.files import read_plain
 from smoe_fairseq.modules.activation import GATED
+from smoe_fairseq.subwords import CODES as subword_nmt
 from smoe_fairseq.subwords import checked_subwords, read_subwords
 
 _PLAIN = {  # what the class of transformers supports
@@ -61,7 +62,8 @@ class Text:
         symbols = task.source_dictionary.symbols
         if symbols != task.target_dictionary.symbols or symbols[:4] != FIRST:
             return None
-        if (subwords := checked_subwords(args.data, task.source_dictionary)) is None:
+        subwords = checked_subwords(args.data, task.source_dictionary)
+        if subwords is None or subwords.name in subword_nmt:
             return None
         model = read_subwords(subwords)
         pieces = [model.id_to_piece(i) for i in range(model.get_piece_size())]

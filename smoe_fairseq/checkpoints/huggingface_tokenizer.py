@@ -1,11 +1,11 @@
 """``tokenizer.json`` of transformers, read as the sentencepiece model of which it was made."""
 
-import struct
 from base64 import b64decode
 from binascii import Error
 from collections.abc import Iterable
 from pathlib import Path
 
+from smoe_fairseq.checkpoints.pieces import new_model
 from smoe_fairseq.errors import UsageError
 from smoe_fairseq.forms import Number, read_json
 
@@ -18,8 +18,6 @@ _FORM = {
     "normalizer?": (None, dict),
     "pre_tokenizer": dict,
 }
-# Types of pieces in a sentencepiece model; ids 0 to 2 are <unk>, <s> and </s>.
-_NORMAL, _FIRST = 1, {"<unk>": 2, "<s>": 3, "</s>": 3}
 
 
 def read_tokenizer(file: Path) -> tuple[list[str], dict[int, str], bytes]:
@@ -54,11 +52,11 @@ def read_tokenizer(file: Path) -> tuple[list[str], dict[int, str], bytes]:
         raise UsageError(
             f"{file}: pre_tokenizer is {steps!r:.80}; expected Metaspace, as of sentencepiece"
         )
-    kind = 2 if isinstance(model["vocab"], dict) else 1
-    settings = _part(2, _number(3, kind)) + _part(3, _part(2, _rules(file, content)))
-    first = b"".join(_piece(piece, 0.0, type_) for piece, type_ in _FIRST.items())
-    others = b"".join(_piece(piece, scores[piece], _NORMAL) for piece in pieces[4:])
-    return pieces, added, first + others + settings
+    is_bpe, scores = (
+        isinstance(model["vocab"], dict),
+        {piece: scores[piece] for piece in pieces[4:]},
+    )
+    return pieces, added, new_model(is_bpe, _rules(file, content), scores)
 
 
 def _check_merges(file: Path, model: dict) -> None:
@@ -91,26 +89,3 @@ def _rules(file: Path, content: dict) -> bytes:
             except (Error, KeyError, TypeError):
                 raise UsageError(f"{file}: normalizer.precompiled_charsmap is damaged") from None
     return b""
-
-
-# The message of a sentencepiece model: pieces in field 1, of its training in 2, of normalisation in 3.
-
-
-def _varint(number: int) -> bytes:
-    result = b""
-    while number > 127:
-        result, number = result + bytes([number & 127 | 128]), number >> 7
-    return result + bytes([number])
-
-
-def _part(field: int, content: bytes) -> bytes:
-    return _varint(field << 3 | 2) + _varint(len(content)) + content
-
-
-def _number(field: int, value: int) -> bytes:
-    return _varint(field << 3) + _varint(value)
-
-
-def _piece(piece: str, score: float, type_: int) -> bytes:
-    score = _varint(2 << 3 | 5) + struct.pack("<f", score)
-    return _part(1, _part(1, piece.encode()) + score + _number(3, type_))

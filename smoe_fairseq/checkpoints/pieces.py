@@ -35,12 +35,20 @@ def _fields(message: bytes) -> Iterator[tuple[int, int | bytes, bytes]]:
         yield key >> 3, value, message[start:at]
 
 
-def _message(content: bytes) -> bytes:
-    """The content as field 1, with its length."""
+def _message(content: bytes, field: int = 1) -> bytes:
+    """The content as a field, with its length."""
     length, size = b"", len(content)
     while size >= 128:
         length, size = length + bytes([size & 127 | 128]), size >> 7
-    return b"\x0a" + length + bytes([size]) + content
+    return bytes([field << 3 | 2]) + length + bytes([size]) + content
+
+
+def new_model(is_bpe: bool, rules: bytes, scores: Mapping[str, float]) -> bytes:
+    """A sentencepiece model of pieces after ``<unk> <s> </s>``; ``rules`` are normalisation's, compiled."""
+    special = ((b"<unk>", 2), (b"<s>", 3), (b"</s>", 3))
+    model = b"".join(_message(_message(piece) + bytes([0x18, type_])) for piece, type_ in special)
+    model += _message(bytes([0x18, 2 if is_bpe else 1]), 2) + _message(_message(rules, 2), 3)
+    return with_pieces(model, scores)
 
 
 def pieces_of(model: bytes) -> dict[str, tuple[int, float]]:
