@@ -153,6 +153,20 @@ def test_trained(tuned):
     for method in ("dense", "smoe-2-2"):
         result = recipe(folder, "evaluate", "mine", method, **settings)
         assert result.returncode == 0, result.stdout + result.stderr
+    exported = folder / "exported"
+    checkpoint = folder / "runs/mine/dense/checkpoint_last.pt"
+    words = ("--to", "huggingface", "--data", binary, "--output", exported)
+    run("smoe", "export", checkpoint, *words)
+    program = f"""
+import sys
+from transformers import AutoTokenizer, M2M100ForConditionalGeneration
+tokenizer = AutoTokenizer.from_pretrained({str(exported)!r}, src_lang="{NEW}")
+model = M2M100ForConditionalGeneration.from_pretrained({str(exported)!r})
+print(*tokenizer.convert_ids_to_tokens(tokenizer("nikmawŋ").input_ids))
+assert "smoe_fairseq" not in sys.modules
+"""
+    (said,) = run("python", "-c", program, fresh=True).stdout.splitlines()[-1:]
+    assert said.split()[0] == NEW and said.split()[-1] == "</s>" and "<unk>" not in said
     rows = [
         row.split("|")[1].strip()
         for row in table(folder, "mine", CONFIG_DIR=settings["CONFIG_DIR"]).splitlines()
