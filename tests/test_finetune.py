@@ -22,6 +22,7 @@ SMALL = {"max-update": 2, "max-tokens": 400, "num-workers": 0, "log-interval": 1
 SETTINGS = {
     "pairs": ["en-swh_Latn", f"en-{NEW}"],
     "languages": {"en": "eng_Latn"},
+    "keep": ["en-deu_Latn"],
     "new-languages": {NEW: {"like": "swh_Latn"}},
     "add-subwords": 20,
     "experts": 2,
@@ -37,9 +38,9 @@ def write_text(folder: Path) -> None:
     folder.mkdir()
     text = pretrained.lines(80, seed=7)
     new = [f"kelusultiek {line[::-1]} ŋmaw nikmawŋ" for line in text]
-    for code, lines in (("swh_Latn", text), (NEW, new)):
+    for name, lines in (("en-swh_Latn", text), (f"en-{NEW}", new), ("test.en-deu_Latn", text[:8])):
         rows = "".join(f"{one}\t{other}\n" for one, other in zip(text, lines))
-        (folder / f"en-{code}.tsv").write_text(rows)
+        (folder / f"{name}.tsv").write_text(rows)
 
 
 @pytest.fixture(scope="module")
@@ -117,6 +118,7 @@ def validation(text: str) -> float:
     return float(re.search(r"valid on 'valid' subset \| loss \S+ \| nll_loss (\S+)", text)[1])
 
 
+@pytest.mark.soak
 def test_trained(tuned):
     """Training begins at the pretrained model, dense and with experts, and the table shows what it was."""
     folder, settings = tuned
@@ -167,12 +169,11 @@ assert "smoe_fairseq" not in sys.modules
 """
     (said,) = run("python", "-c", program, fresh=True).stdout.splitlines()[-1:]
     assert said.split()[0] == NEW and said.split()[-1] == "</s>" and "<unk>" not in said
-    rows = [
-        row.split("|")[1].strip()
-        for row in table(folder, "mine", CONFIG_DIR=settings["CONFIG_DIR"]).splitlines()
-        if row.startswith("| ")
-    ]
-    assert rows == ["method", "dense", "pretrained", "smoe-2-2"]
+    shown = table(folder, "mine", CONFIG_DIR=settings["CONFIG_DIR"]).splitlines()
+    rows = [row.split("|") for row in shown if row.startswith("| ")]
+    assert [row[1].strip() for row in rows] == ["method", "dense", "pretrained", "smoe-2-2"]
+    scored = {name.strip(): value for name, value in zip(rows[0], rows[2])}
+    assert float(scored["deu_Latn-eng_Latn (not trained)"]) >= 0
 
 
 @pytest.mark.parametrize(

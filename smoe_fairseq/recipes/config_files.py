@@ -98,6 +98,7 @@ SCHEMA: dict[str, Any] = {
     "new-languages": {str: Settings(like=str)},
     "add-subwords": _COUNT,
     "trim": bool,
+    "keep": [str],
     "experts": _COUNT,
     "shards": Number(1, 1000, whole=True),  # whose files are all open at once
     "batch": {str: _COUNT},

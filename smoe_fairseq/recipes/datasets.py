@@ -36,6 +36,7 @@ class Dataset:
     new_languages: dict[str, dict[str, str]]
     add_subwords: int | None
     trim: bool | None
+    keep: tuple[str, ...]  # pairs that are scored and not trained
     experts: int | None
     shards: int
     batch: dict[str, int]
@@ -61,12 +62,18 @@ class Dataset:
     @property
     def languages(self) -> tuple[str, ...]:
         """All languages in order of appearance, which is the order of their tokens."""
-        return tuple(dict.fromkeys(lang for pair in self.pairs for lang in pair.split("-")))
+        pairs = (*self.pairs, *self.keep)
+        return tuple(dict.fromkeys(lang for pair in pairs for lang in pair.split("-")))
 
     @property
     def directions(self) -> tuple[str, ...]:
         """``source-target`` in the paper's order: first into the first language, then out of it."""
         return tuple(both_orders(pair)[1] for pair in self.pairs) + self.pairs
+
+    @property
+    def kept_directions(self) -> tuple[str, ...]:
+        """The directions that are scored and not trained."""
+        return tuple(order for pair in self.keep for order in both_orders(pair))
 
     @property
     def hub(self) -> str:
@@ -77,11 +84,15 @@ class Dataset:
     def in_text(self) -> "Dataset":
         """The data set with the codes of its text, in place of those of a pretrained model."""
         codes = {model: code for code, model in self.codes.items()}
-        return replace(self, pairs=tuple(translated(pair, codes) for pair in self.pairs))
+        pairs, keep = (
+            tuple(translated(p, codes) for p in each) for each in (self.pairs, self.keep)
+        )
+        return replace(self, pairs=pairs, keep=keep)
 
     def pair_of(self, direction: str) -> str:
         """The pair whose files contain a direction's text."""
-        return next(pair for pair in both_orders(direction) if pair in self.pairs)
+        pairs = (*self.pairs, *self.keep)
+        return next(pair for pair in both_orders(direction) if pair in pairs)
 
 
 def translated(pair: str, codes: Mapping[str, str]) -> str:
@@ -161,7 +172,12 @@ def load_dataset(name: str) -> Dataset:
     check(merged, REQUIRED, path)
     if twice := [pair for n, pair in enumerate(pairs) if {*both_orders(pair)} & {*pairs[:n]}]:
         raise UsageError(f"{path}: `pairs` has {twice[0]} twice: one entry makes both directions")
-    known_languages = {language for pair in pairs for language in pair.split("-")}
+    keep = merged["keep"]
+    for pair in keep:
+        if not _is_pair(pair) or {*both_orders(pair)} & {*pairs}:
+            expected = "expected pairs such as en-de that `pairs` has not"
+            raise UsageError(f"{path}: `keep` has {pair}: {expected}")
+    known_languages = {language for pair in pairs + keep for language in pair.split("-")}
     for key, languages in merged["classes"].items():
         if others := sorted(set(languages) - known_languages):
             raise UsageError(f"{path}: `classes.{key}` has {others[0]}, which none of `pairs` has")
@@ -183,7 +199,9 @@ def load_dataset(name: str) -> Dataset:
     codes = values["codes"] = values.pop("languages")
     if unused := sorted(codes.keys() - known_languages):
         raise UsageError(f"{path}: `languages` has {unused[0]}, which none of `pairs` has")
-    values["pairs"] = tuple(translated(pair, codes) for pair in pairs)
+    values["pairs"], values["keep"] = (
+        tuple(translated(pair, codes) for pair in each) for each in (pairs, keep)
+    )
     if wrong := [pair for pair in values["pairs"] if not _is_pair(pair)]:
         raise UsageError(f"{path}: `languages` makes the pair {wrong[0]}; expected two codes")
     values["classes"] = {

@@ -39,7 +39,10 @@ def columns(dataset: Dataset) -> list[Column]:
         parts = _by_class(dataset, classes)
     else:
         parts = [Column(direction, (direction,)) for direction in dataset.directions]
-    return [*parts, Column("average", dataset.directions)]
+    kept = [
+        Column(f"{direction} (not trained)", (direction,)) for direction in dataset.kept_directions
+    ]
+    return [*parts, Column("average", dataset.directions), *kept]
 
 
 def resource_classes(
@@ -128,7 +131,10 @@ def side_by_side(dataset: Dataset, metric: str = scores.BLEU) -> Grid:
     names.sort(key=run_order)
     runs = {m: list(group) for m, group in itertools.groupby(names, key=run_method)}
     methods = sorted(runs, key=lambda m: (paper_order.index(m) if m in paper else len(paper), m))
-    parts, tests = columns(dataset), scores.test_checksums(dataset, dataset.directions)
+    parts, tests = (
+        columns(dataset),
+        scores.test_checksums(dataset, dataset.directions + dataset.kept_directions),
+    )
 
     rows, notes = [], []
     for name in methods:

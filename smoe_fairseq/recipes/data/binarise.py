@@ -9,7 +9,7 @@ import os
 import shutil
 import struct
 from array import array
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -58,8 +58,10 @@ def binarise(
     files = {
         output / folder.relative_to(text) / file.name: file
         for i, folder in enumerate(shard_folders(text))
-        for pair in dataset.pairs
-        for file in _files(folder, pair, training_only=i > 0)
+        for pair in (*dataset.pairs, *(() if i else dataset.keep))
+        for file in _files(
+            folder, pair, SPLITS[2:] if pair in dataset.keep else SPLITS[: 1 if i else 3]
+        )
     }
     shards = sorted({target.parent for target in files})
     copies = [shard / f"dict.{lang}.txt" for shard in shards for lang in dataset.languages]
@@ -77,9 +79,9 @@ def binarise(
     print(f"{output}: {len(files)} files, {counts}", flush=True)
 
 
-def _files(folder: Path, pair: str, training_only: bool) -> Iterator[Path]:
+def _files(folder: Path, pair: str, splits: Sequence[str]) -> Iterator[Path]:
     """The pair's files; fairseq looks for validation and test in the first shard only."""
-    for split in SPLITS[:1] if training_only else SPLITS:
+    for split in splits:
         files = [folder / f"{split}.{pair}.{language}" for language in pair.split("-")]
         if split != "test" or all(file.is_file() for file in files):
             yield from files

@@ -164,6 +164,8 @@ def _by_language(dataset: Dataset, rows: list[Row]) -> str:
     for language in dataset.languages:
         names = ("words", "subwords", "unknown")
         words, subwords, unknown = (sum(row.counts[n, language] for row in rows) for n in names)
+        if not words:  # it is only scored
+            continue
         per_word, per_thousand = subwords / max(1, words), 1000 * unknown / max(1, subwords)
         body.append([language, f"{words:,}", f"{per_word:.2f}", f"{per_thousand:.1f}"])
     header = ["language", "words", "subwords per word", "unknown per 1,000 subwords"]

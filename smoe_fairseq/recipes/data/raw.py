@@ -71,7 +71,7 @@ def gather(dataset: Dataset, source: Path, target: Path, workers: int = 1) -> No
     sections = {
         (split, pair): section
         for split in SPLITS
-        for pair in dataset.pairs
+        for pair in (*dataset.pairs, *(dataset.keep if split == "test" else ()))
         if (section := _section(dataset, source, split, pair))
     }
     counts = write(dataset, sections, target, workers)
@@ -94,7 +94,7 @@ def write(
     # The longest first, so that all processes end at about the same time.
     parts = sorted(sections.items(), key=lambda part: -part[1].size)
     size = sum(section.size for _, section in parts)
-    overlap, held_out = dataset.clean.get("overlap"), {pair: [] for pair in dataset.pairs}
+    overlap, held_out = dataset.clean.get("overlap"), {pair: [] for _, pair in sections}
     for (split, pair), section in sections.items():
         if split != "train" and overlap in ("drop", "drop-all"):
             for other in dataset.pairs if overlap == "drop-all" else [pair]:
@@ -390,8 +390,8 @@ def check(
 ) -> tuple[str, ...]:
     """The pairs with test text; raises UsageError if a ``needed`` file is missing, or a file is empty."""
     tested = []
-    for pair in dataset.pairs:
-        for split in (*needed, "test"):
+    for pair in (*dataset.pairs, *dataset.keep):
+        for split in (*(needed if pair in dataset.pairs else ()), "test"):
             files = [raw / f"{split}.{pair}.{language}" for language in pair.split("-")]
             present = [file for file in files if file.exists()]
             for file in present:

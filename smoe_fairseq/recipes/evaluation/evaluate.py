@@ -258,7 +258,9 @@ def evaluate(dataset: Dataset, method: str, flags: Sequence[str], checkpoint: st
         _evaluate_pretrained(dataset, flags)
     evaluation = plan(dataset, method, flags, checkpoint or dataset.checkpoint)
     scorer = scores.scorer()
-    for direction in sorted(set(dataset.directions) - set(evaluation.directions)):
+    for direction in sorted(
+        {*dataset.directions, *dataset.kept_directions} - set(evaluation.directions)
+    ):
         warn(f"{direction} has no test data in {Folders(dataset.name).raw} and is left out")
     run(evaluation.preparation)
     with naming_settings(dataset, ["sacrebleu"]):
@@ -333,10 +335,11 @@ def plan(dataset: Dataset, method: str, flags: Sequence[str], which: str) -> Eva
 def _directions(dataset: Dataset, raw: Path) -> tuple[str, ...]:
     if not raw.exists():
         if dry_run():
-            return dataset.directions
+            return dataset.directions + dataset.kept_directions
         raise UsageError(f"{raw} is missing: run scripts/prepare.sh {dataset.name} first")
     tested = check(dataset, raw, needed=())
-    directions = tuple(d for d in dataset.directions if dataset.pair_of(d) in tested)
+    directions = dataset.directions + dataset.kept_directions
+    directions = tuple(d for d in directions if dataset.pair_of(d) in tested)
     if not directions:
         raise UsageError(f"{raw} has no test data (test.eng-xxx.eng and so on)")
     return directions
