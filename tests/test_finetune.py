@@ -65,6 +65,8 @@ def test_prepared(tuned, nllb):
     record = json.loads((folder / "data/mine/bin/pretrained.json").read_text())
     assert record["source"] == str(nllb) and record["languages"] == [*pretrained.LANGUAGES, NEW]
     assert not (folder / "data/mine/bin/text").exists()
+    kept = (folder / "data/mine/bin").glob("*.eng_Latn-deu_Latn.deu_Latn.bin")
+    assert [file.name.split(".")[0] for file in kept] == ["test"]
 
 
 def translations(checkpoint: Path, text: list[str], source: str, target: str) -> list[list[str]]:
