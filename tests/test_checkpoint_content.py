@@ -195,6 +195,9 @@ UNFIT = {
     "no optimizer state": lambda state: state.pop("last_optimizer_state"),
     "empty optimizer state": lambda state: state["last_optimizer_state"].update(state={}),
     "moments of another model": of_moments(lambda tensor: tensor.new_zeros(3)),
+    "betas out of range": lambda state: state["last_optimizer_state"]["param_groups"][0].update(
+        betas=(2, 3)
+    ),
     "moments not finite": of_moments(lambda tensor: tensor * float("nan")),
     "not finite": of_kind(lambda tensor: tensor * float("nan")),
 }

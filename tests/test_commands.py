@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from commands import generate, generation, hypotheses, run, train
+from commands import generate, generation, hypotheses, refused, run, train
 
 import smoe_fairseq
 
@@ -48,6 +48,12 @@ def test_hydra_train(corpus, tmp_path):
     (tmp_path / "tiny.yaml").write_text(config)
     run("fairseq-hydra-train", "--config-dir", tmp_path, "--config-name", "tiny", cwd=tmp_path)
     assert len(generate(corpus, tmp_path / "run" / "checkpoint_last.pt")) == 16
+
+
+def test_a_hydra_file_that_is_no_yaml_is_named(tmp_path):
+    (tmp_path / "odd.yaml").write_text("common:\n  seed: [1\n")
+    command = ("fairseq-hydra-train", "--config-dir", tmp_path, "--config-name", "odd")
+    refused(run(*command, cwd=tmp_path, check=False), tmp_path / "odd.yaml")
 
 
 @pytest.mark.parametrize(

@@ -140,6 +140,12 @@ def end_commands_with_sentence(utils: ModuleType) -> None:
     sys.excepthook = print_line
 
 
+@patches("hydra._internal.utils:run_and_report")
+def end_hydra_with_sentence(original, function):
+    """hydra prints a stack trace of its own for a file that it cannot read."""
+    return _in_command(function) if is_fairseq_command() else original(function)
+
+
 def _in_command(function: Callable, *arguments, **options):
     with ends_with_sentence() if is_fairseq_command() else nullcontext():
         return function(*arguments, **options)

@@ -251,6 +251,11 @@ class SMoETrainer(Trainer):
                 f"{filename} lacks the optimizer state after its {updates} updates: expected "
                 f"--finetune-from-model {filename} to start anew with its parameters, or {RESETS}"
             )
+        for group in getattr(self.optimizer.optimizer, "param_groups", ()):
+            betas = group.get("betas", ())
+            if not all(0 <= beta < 1 for beta in betas):
+                expected = f"expected numbers from 0 to below 1, or {RESETS}"
+                raise UsageError(f"{filename}: its optimizer has betas {betas}: {expected}")
         for parameter, values in state.items():
             for name in {"exp_avg", "exp_avg_sq"} & values.keys():
                 if values[name].shape != parameter.shape:

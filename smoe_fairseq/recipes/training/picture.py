@@ -6,7 +6,7 @@ from smoe_fairseq.analysis.training_log import UPDATES, read_lines, read_validat
 from smoe_fairseq.errors import UsageError, quietly
 
 STEM = "training"  # of the files in the run's folder
-MIN_POINTS = 5  # of the longest curve; shorter ones are not drawn
+MIN_POINTS = 2  # of the longest curve; shorter ones are not drawn
 LOSS, SCORES, RATE = "loss, bits per token", "score of translations", "learning rate"
 # Panel and curve, by name in the log, of training and of validation.
 CURVES = {
