@@ -6,7 +6,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from smoe_fairseq.errors import UsageError
+from smoe_fairseq.errors import UsageError, quietly
 from smoe_fairseq.recipes.config_files import dataset_file, import_plugins_of, method_file, read
 from smoe_fairseq.recipes.datasets import Dataset
 from smoe_fairseq.recipes.program_flags import Flags
@@ -35,7 +35,8 @@ def method_flags(name: str, dataset: Dataset) -> Flags:
             return value
         value = value.replace("{strata}", strata).replace("{layers}", strata.replace("-", ","))
         value = value.replace("{moe-freq}", str(dataset.train.get("moe-freq", MOE_FREQ)))
-        value = value.replace("{ffn-2/3}", str(_two_thirds_of_ffn(dataset)))
+        if "{ffn-2/3}" in value:
+            value = value.replace("{ffn-2/3}", str(_two_thirds_of_ffn(dataset)))
         if "{experts}" in value and dataset.experts is None:
             needed = f"`experts` is missing, and {name} needs it; expected a number such as 8"
             raise UsageError(f"{dataset_file(dataset.name)}: {needed}")
@@ -52,7 +53,8 @@ def _two_thirds_of_ffn(dataset: Dataset) -> int:
     """A multiple of 8, as matrix products on GPUs prefer."""
     size = dataset.train.get("encoder-ffn-embed-dim")
     if size is None:
-        from smoe_fairseq.analysis.cost import config_of, parse_model  # imports fairseq
+        with quietly():
+            from smoe_fairseq.analysis.cost import config_of, parse_model  # imports fairseq
 
         words = ["--arch", dataset.train.get("arch", "smoe_transformer_base")]
         size = config_of(parse_model(words)).encoder_ffn_embed_dim
