@@ -11,7 +11,7 @@ from pathlib import Path
 from mkdocs.structure.files import File
 
 ROOT = Path(__file__).parents[1]
-PAGES = ("README.md", "CONTRIBUTING.md", "results/*/report.md", "benchmarks/results/**/*.md")
+PAGES = ("README.md", "CONTRIBUTING.md", "results/*/*.md", "benchmarks/results/**/*.md")
 PICTURES = ("results/**/*.png", "benchmarks/results/**/*.png")
 
 
