@@ -93,7 +93,10 @@ def test_auto_takes_the_kernels_on_all_gpus_that_triton_supports(capability, dty
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
     monkeypatch.setattr(fused, "shrinkage", lambda *_: 1)
+    monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: "high")
     assert fused.applies(block, x) == (capability != (7, 0))
+    monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: "highest")
+    assert fused.applies(block, x) == (capability != (7, 0) and dtype != torch.float32)
     assert fused.one_launch(block, x) == (capability == (9, 0) and dtype == torch.bfloat16)
 
 

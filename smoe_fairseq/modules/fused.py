@@ -127,7 +127,8 @@ def rehearse(block, x: Tensor, launch: Callable, shrink: int = 1) -> None:
 def applies(block, x: Tensor) -> bool:
     """Whether to use `forward` for this block and ``x``.
 
-    With ``execution="auto"`` it is used on NVIDIA's GPUs from compute capability 7.5 on.
+    With ``execution="auto"`` it is used on NVIDIA's GPUs from compute capability 7.5 on, in half precision
+    or TF32: where float32 may not be rounded, Triton's products have no tensor cores.
     """
     execution = block.execution
     if (
@@ -139,7 +140,7 @@ def applies(block, x: Tensor) -> bool:
     if execution == "auto":
         if not x.is_cuda or torch.version.cuda is None:
             return False
-        if torch.cuda.get_device_capability(x.device) < OLDEST:
+        if torch.cuda.get_device_capability(x.device) < OLDEST or _is_exact(block, x):
             return False
     config, norms, gates, strata = block.config, block.layer_norms, block.gates, block.strata
     return (
@@ -160,6 +161,12 @@ def applies(block, x: Tensor) -> bool:
         and all(norm.weight.dtype == gates[0].weight.dtype for norm in norms)
         and (kernels().is_interpreted() or (x.is_cuda and shrinkage(block, x) is not None))
     )
+
+
+def _is_exact(block, x: Tensor) -> bool:
+    """Whether products are in float32 without TF32."""
+    dtype = autocast_dtype(x.device) or block.experts.w1.dtype
+    return dtype == torch.float32 and torch.get_float32_matmul_precision() == "highest"
 
 
 def one_launch(block, x: Tensor) -> bool:
