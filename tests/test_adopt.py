@@ -180,7 +180,7 @@ def test_a_part_that_is_missing_is_named(tmp_path, given, published, name, kind)
         source = tmp_path / "m15.zip"
         source.write_bytes(zipped(folder))
     said = refused(tmp_path, given, source)
-    assert str(source) in said and MISSING[name] in said and "RAW=folder" in said
+    assert str(source) in said and MISSING[name] in said and "--raw folder" in said
 
 
 def changed(folder: Path, name: str, change) -> None:

@@ -182,4 +182,6 @@ def test_a_damaged_archive_and_a_folder_without_one(tmp_path, given):
     (tmp_path / "source.tar.xz").write_bytes(content[: len(content) // 2])
     assert "source.tar.xz cannot be unpacked" in refusal(gather(tmp_path, given))
     (tmp_path / "empty").mkdir()
-    assert "empty has no archives: RAW has to name one" in refusal(gather(tmp_path, given, "empty"))
+    assert "empty has no archives: --raw has to name one" in refusal(
+        gather(tmp_path, given, "empty")
+    )

@@ -47,7 +47,11 @@ def average(paths: Sequence[Path]) -> dict:
     sums, owners, first, read = {}, {}, None, {}
     for path in tqdm(paths, "average", unit=" checkpoints"):
         state = None  # free the previous one before reading the next
-        read[path.name] = fingerprint(path)
+        if (made := fingerprint(path)) in read.values():
+            raise UsageError(
+                f"{path} is a copy of another of the checkpoints: it would count twice"
+            )
+        read[path.name] = made
         state = sets.weights_of(path)
         if first is None:
             first = _outline(state)

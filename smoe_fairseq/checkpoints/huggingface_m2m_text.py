@@ -35,7 +35,7 @@ CODES = {
 }
 LANGUAGE = {True: re.compile(r"__\w+__"), False: re.compile(r"[a-z]{2,3}_[A-Z][a-z]{3}\w*")}
 _WORD = re.compile(r"[^\r\n]+")  # in a line of fairseq's dictionary
-_MOST_UNUSED = 256  # embeddings beyond the tokens, as of a size that is a multiple of 128
+_MOST_UNUSED = 64  # embeddings beyond the tokens, as of a size that is a multiple of 64
 
 
 # Text files by name, flags of the task, and the checksums of dictionaries (`checksum`) by language.

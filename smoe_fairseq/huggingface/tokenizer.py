@@ -57,6 +57,8 @@ class SMoETokenizer(PreTrainedTokenizer):
             "target_vocab_file": target_vocab_file,
             "sp_model_file": sp_model_file,
         }
+        if vocab_file is None:
+            raise UsageError("vocab.json is missing in the tokenizer's folder")
         self.source = read_vocabulary(vocab_file)
         self.target = read_vocabulary(target_vocab_file) if target_vocab_file else self.source
         self._source_ids = {token: i for i, token in enumerate(self.source)}

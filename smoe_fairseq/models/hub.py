@@ -164,7 +164,9 @@ class TrainedModel(GeneratorHubInterface):
         return cls(cfg, task, models, subwords)
 
     def has_words(self, sentence: str) -> bool:
-        """Whether the sentence has any subwords."""
+        """Whether the sentence has any subwords, and more than blanks and invisible marks."""
+        if not any(c.isprintable() and not c.isspace() for c in sentence):
+            return False
         return bool(self.apply_bpe(self.tokenize(sentence)).strip())
 
     def encode(self, sentence: str):

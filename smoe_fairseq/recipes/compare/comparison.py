@@ -22,6 +22,7 @@ from smoe_fairseq.recipes.evaluation import scores
 from smoe_fairseq.recipes.evaluation.evaluate import state_notes
 from smoe_fairseq.recipes.evaluation.metrics import flags_for, metrics_of, parsed
 from smoe_fairseq.recipes.folders import Folders, run_method, run_order, run_seed, test_file
+from smoe_fairseq.recipes.training import identity
 
 
 def comparison(dataset: Dataset, first: str, second: str, metric: str = scores.BLEU) -> Grid:
@@ -41,6 +42,10 @@ def comparison(dataset: Dataset, first: str, second: str, metric: str = scores.B
     if shared := sorted({*one.runs} & {*other.runs}):
         both = f"{', '.join(shared)} is of both; expected two that share no run"
         raise UsageError(f"--compare {first} {second}: {both}")
+    if (binary := Folders(dataset.name).binary).exists():
+        for run in (*one.runs, *other.runs):
+            folder = Folders(dataset.name).runs / run
+            identity.check(folder, run_method(run), run_seed(run), binary)
     common = [d for d in dataset.directions if one.has(d) and other.has(d)]
     if not common:
         runs = ", ".join([*one.runs, *other.runs])

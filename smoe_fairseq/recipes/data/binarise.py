@@ -310,7 +310,7 @@ class _Archive:
         self.original = original
 
     def missing(self, name: str, use: str) -> UsageError:
-        expected = f"the archive of docs/reproduce.md, whole, or RAW=folder with {self.dataset.name}'s text"
+        expected = f"the archive of docs/reproduce.md, whole, or --raw folder with {self.dataset.name}'s text"
         return UsageError(f"{self.source} has no {name}, {use}: expected {expected}")
 
     def check_subwords(self) -> None:

@@ -69,7 +69,7 @@ def fetch(dataset: Dataset, folder: Path) -> None:
             download(remote, target)
         except OSError as error:
             elsewhere = f"put the file at {target}, or give a folder with {dataset.name}'s files"
-            advice = f"go online and repeat, {elsewhere} as RAW=folder"
+            advice = f"go online and repeat, {elsewhere} as --raw folder"
             raise UsageError(f"cannot download {remote.url} ({error}): {advice}") from None
 
 

@@ -89,7 +89,8 @@ def read_pairs(dataset: Dataset, archive: Path) -> dict[str, Pairs]:
     files, present, others = defaultdict(dict), set(), set()
 
     def wanted(path: PurePosixPath) -> bool:
-        start, rest = path.parts[: len(parents)], path.parts[len(parents) :]
+        top = next((n for n in (0, 1) if path.parts[n:][: len(parents)] == parents), 0)
+        start, rest = path.parts[top:][: len(parents)], path.parts[top + len(parents) :]
         if path.suffix != ".po" or start != parents or len(rest) < 2:
             others.update(path.parts[:1])
             return False
@@ -97,7 +98,8 @@ def read_pairs(dataset: Dataset, archive: Path) -> dict[str, Pairs]:
         return any(assign((code,), (rest[0],)) != (None,) for code in codes)
 
     for path, content in read_members(archive, wanted):
-        files[path.parts[len(parents)]][str(path)] = _messages(archive, path, content)
+        top = 0 if path.parts[: len(parents)] == parents else 1
+        files[path.parts[top + len(parents)]][str(path)] = _messages(archive, path, content)
     if not present:
         layout = f"{'/'.join(parents)}/LANGUAGE/**.po"
         raise UsageError(f"{archive} has no file {layout}; it has {_listed(others)}")
@@ -149,7 +151,7 @@ def _archive(source: Path) -> Path:
         return source
     archives = sorted(path for pattern in ARCHIVES for path in source.glob(pattern))
     if len(archives) != 1:
-        expected = f"RAW has to name one, or a folder with one ({', '.join(ARCHIVES)})"
+        expected = f"--raw has to name one, or a folder with one ({', '.join(ARCHIVES)})"
         raise UsageError(f"{source} has {len(archives) or 'no'} archives: {expected}")
     return archives[0]
 

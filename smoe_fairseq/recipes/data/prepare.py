@@ -133,10 +133,10 @@ def _prepare(dataset: Dataset, folders: Folders, flags: Sequence[str]) -> None:
     source = _source()
     if archive := _archive(dataset, folders, source):
         if flags:
-            advice = "give RAW=folder with text to learn others"
+            advice = "give --raw folder with text to learn others"
             raise UsageError(f"{' '.join(flags)}: {archive} comes with its subwords; {advice}")
         if dataset.clean:
-            advice = "leave it out, or give RAW=folder with text"
+            advice = "leave it out, or give --raw folder with text"
             raise UsageError(f"`clean`: {archive} is used as its authors binarised it; {advice}")
         run(_adopted(dataset, folders, archive, source))
         return
@@ -198,7 +198,7 @@ def _raw_text(
     builtin = dataset.raw.get("builtin")
     elsewhere = builtin or dataset.source.get("datasets")
     if not (source or elsewhere or remote_files(dataset)):
-        raise UsageError(f"{dataset.name} cannot be fetched: give its text with RAW=folder")
+        raise UsageError(f"{dataset.name} cannot be fetched: give its text with --raw folder")
     yield f"# {dataset.name}: bring the text into one layout"
     text = source or (package_folder("recipes", builtin) if builtin else folders.download)
     if not source and not elsewhere:

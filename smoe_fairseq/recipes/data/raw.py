@@ -19,6 +19,7 @@ from typing import Any
 from smoe_fairseq.errors import UsageError
 from smoe_fairseq.files import whole_folder, write_whole
 from smoe_fairseq.forms import read_json
+from smoe_fairseq.languages import assign
 from smoe_fairseq.recipes.data import readers
 from smoe_fairseq.recipes.data.faults import Faults
 from smoe_fairseq.recipes.data.normalization import plain
@@ -45,6 +46,11 @@ class Section:
     codes: Mapping[str, str] = field(
         default_factory=dict
     )  # the files' names of languages (``raw.codes``)
+
+    @property
+    def is_divided(self) -> bool:
+        """Whether it is a part of a text that holds all splits."""
+        return self.hash_range is not None or self.stop is not None
 
     @property
     def size(self) -> int:
@@ -74,6 +80,15 @@ def gather(dataset: Dataset, source: Path, target: Path, workers: int = 1) -> No
         for pair in (*dataset.pairs, *(dataset.keep if split == "test" else ()))
         if (section := _section(dataset, source, split, pair))
     }
+    for pair in dataset.pairs:
+        parts = {s: each for (s, p), each in sections.items() if p == pair and not each.elsewhere}
+        if dataset.source.get("sacrebleu"):
+            parts.pop("test", None)
+        if len({part.is_divided for part in parts.values()}) > 1:
+            files = ", ".join(f"{s} in {[*each.files.values()][0]}" for s, each in parts.items())
+            raise UsageError(
+                f"{pair} has {files}: expected all splits in files, or one text to divide"
+            )
     counts = write(dataset, sections, target, workers)
     kept = sum(count["kept"] for count in counts.values())
     print(f"{target}: {2 * len(sections)} files, {kept:,} pairs of lines", flush=True)
@@ -128,7 +143,7 @@ def check_settings(dataset: Dataset, text: Path) -> None:
     now = settings_of(dataset)
     before = read_json(text / SETTINGS) if (text / SETTINGS).exists() else now | {"clean": {}}
     if changed := next((key for key in now if before.get(key) != now[key]), None):
-        advice = "delete it to gather its text again, or give another folder with the text by RAW"
+        advice = "delete it to gather its text again, or give another folder with the text by --raw"
         raise UsageError(f"{text} was not made with this `{changed}`: {advice}")
 
 
@@ -137,7 +152,7 @@ def check_replaceable(target: Path, inputs: Iterable[Path]) -> None:
     others = (p for p in target.glob("[!.]*") if p.is_dir() or p.name.split(".")[0] not in SPLITS)
     inside = (path for path in inputs if path.resolve().is_relative_to(target.resolve()))
     if lost := next(inside, None) or next(others, None):
-        expected = "move it elsewhere, or give no RAW to use prepared text as it is"
+        expected = "move it elsewhere, or leave --raw out to use prepared text as it is"
         raise UsageError(
             f"{lost} would be lost, as the prepared text replaces {target}: {expected}"
         )
@@ -208,7 +223,8 @@ def find(dataset: Dataset, source: Path, split: str, pair: str) -> Section | Pat
         files[language] = file or _existing(shared)
         name = publisher_names(dataset, split, pair, language)[0]
         missing = missing or (source / name if files[language] is None else None)
-    both = _of_both(source, [f"{split}.{order}" for order in both_orders(pair)] + [split])
+    both = _of_both(source, [f"{split}.{order}" for order in both_orders(pair)])
+    both = both or _of_both(source, [split])
     if found := _only_one([files, dict.fromkeys(languages, both)]):
         return Section(found, codes=codes)
     return _unsplit(dataset, source, split, pair, undivided) or missing
@@ -233,7 +249,7 @@ def _only_one(candidates: Iterable[dict[str, Path | None]]) -> dict[str, Path] |
     complete = [files for files in candidates if None not in files.values()]
     if len(complete) > 1:
         first, second = (next(iter(files.values())) for files in complete[:2])
-        raise UsageError(f"{first} and {second} are both there: keep the one to use")
+        raise UsageError(f"{first} and {second} both match: keep one of them")
     return complete[0] if complete else None
 
 
@@ -242,13 +258,16 @@ def _existing(path: Path, endings: Iterable[str] = ("",)) -> Path | None:
     names = (f"{path}{ending}{compressed}" for ending in endings for compressed in COMPRESSED)
     files = [*map(Path, filter(os.path.lexists, names))]
     if len(files) > 1:
-        raise UsageError(f"{files[0]} and {files[1]} are both there: keep the one to use")
+        raise UsageError(f"{files[0]} and {files[1]} both match: keep one of them")
     return files[0] if files else None
 
 
 def _of_both(source: Path, stems: Iterable[str]) -> Path | None:
-    """A file that holds both languages and has one of the names."""
-    return next(filter(None, (_existing(source / stem, READERS) for stem in stems)), None)
+    """A file that holds both languages and has one of the names; raises UsageError if there are several."""
+    files = [*filter(None, (_existing(source / stem, READERS) for stem in stems))]
+    if len(files) > 1:
+        raise UsageError(f"{files[0]} and {files[1]} both match the pair: keep one of them")
+    return files[0] if files else None
 
 
 def publisher_names(dataset: Dataset, split: str, pair: str, language: str) -> tuple[str, ...]:
@@ -292,7 +311,13 @@ def _unsplit(
     if published:
         files = {lang: _published(dataset, source, split, pair, lang) for lang in languages}
     if not files or None in files.values():
-        candidates = [{lang: _existing(source / f"{lang}.txt") for lang in dataset.languages}]
+        stems = sorted({file.name.split(".txt")[0] for file in source.glob("*.txt*")})
+        named = assign(tuple(codes.get(each, each) for each in dataset.languages), tuple(stems))
+        candidates = [
+            {lang: _existing(source / f"{name or lang}.txt")}
+            for lang, name in zip(dataset.languages, named, strict=True)
+        ]
+        candidates = [{lang: file for each in candidates for lang, file in each.items()}]
         for order in both_orders(pair):
             candidates.append({lang: _existing(source / f"{order}.{lang}") for lang in languages})
         candidates.append(dict.fromkeys(languages, _of_both(source, both_orders(pair))))

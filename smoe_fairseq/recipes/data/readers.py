@@ -27,6 +27,7 @@ from typing import IO, Any
 from smoe_fairseq.errors import UsageError
 from smoe_fairseq.files import check_plain
 from smoe_fairseq.languages import are_languages, assign
+from smoe_fairseq.recipes.processes import warn
 
 Pair = tuple[str | None, str | None]
 Names = tuple[str, ...]
@@ -170,6 +171,7 @@ class Languages:
     def __init__(self, languages: Iterable[str], codes: Mapping[str, str] | None = None):
         self.own = tuple(languages)
         self.codes = tuple((codes or {}).get(language, language) for language in self.own)
+        self.seen: dict[str, set[str]] = {language: set() for language in self.own}
 
     def __str__(self) -> str:
         return " and ".join(self.own)
@@ -177,7 +179,18 @@ class Languages:
     def among(self, names: Iterable[str]) -> tuple[str | None, str | None]:
         """The name that stands for each of them, such as ``de-DE`` for ``de``; None if there is none."""
         found = (assign(wanted, tuple(names)) for wanted in (self.codes, self.own))
-        return tuple(code or own for code, own in zip(*found, strict=True))
+        found = tuple(code or own for code, own in zip(*found, strict=True))
+        for language, name in zip(self.own, found, strict=True):
+            seen = self.seen[language]
+            if name is None or name in seen:
+                continue
+            seen.add(name)
+            others = (assign((language,), (each,))[0] for each in names if each not in found)
+            other = next(filter(None, others), None) or next(iter(seen - {name}), None)
+            if other and self.codes == self.own:
+                advice = f"`raw: {{codes: {{{language}: {name}}}}}` chooses one"
+                warn(f"both {name} and {other} are names of {language}; {name} is read: {advice}")
+        return found
 
 
 def pairs(files: Mapping[str, Path], codes: Mapping[str, str] | None = None) -> Iterator[Pair]:
@@ -233,11 +246,15 @@ def _tab_separated(path: Path, languages: Languages) -> Iterator[Pair]:
             columns = len(cells)
             names = tuple(cell.strip(' "') for cell in cells)  # as spreadsheets write them
             if places := _places(languages, names):
+                twice = next((names[i] for i in places if names.count(names[i]) > 1), None)
+                if twice is not None:
+                    raise UsageError(f"{path}, line 1: {twice} names two columns; expected one")
                 continue
             parts = path.name.split(".")
             orders = (tuple(part.split("-")) for part in parts if part.count("-") == 1)
             named = next(filter(None, (_places(languages, order) for order in orders)), None)
-            if are_languages(names) or columns != 2 or named is None:
+            is_header = are_languages(names) or {*map(str.casefold, names)} <= _ROLES
+            if is_header or columns != 2 or named is None:
                 expected = f"names of columns, with {languages} among them"
                 name = f"two columns and a name such as train.{'-'.join(languages.own)}.tsv"
                 raise UsageError(f"{path}, line 1: expected {expected}, or {name}")
@@ -246,6 +263,9 @@ def _tab_separated(path: Path, languages: Languages) -> Iterator[Pair]:
             count = f"{path}, line {number} has {len(cells)} columns"
             raise UsageError(f"{count}: expected {columns}, as in line 1")
         yield cells[places[0]], cells[places[1]]
+
+
+_ROLES = {"source", "target", "src", "tgt"}  # names of columns that do not tell the language
 
 
 def _places(languages: Languages, names: Names) -> tuple[int, int] | None:
