@@ -162,6 +162,7 @@ SCORES = {
             "length_ratio?": (None, Number(0, 1e6)),
             "others?": (None, {str: [Number(-1000, 1000), str]}),  # COMET may be below 0
             "test_checksum?": (None, str),
+            "checksum?": (None, str),
         }
     },
 }

@@ -288,9 +288,13 @@ def test_copies_of_a_file_count_once(run_of_one, tmp_path):
 
 def test_requests_that_are_not_clear(run_of_one, tmp_path):
     one, two = (run_of_one / name for name in names()[:2])
+    (tmp_path / "copies").mkdir()
+    for name in ("checkpoint_1_1.pt", "checkpoint_9_99.pt"):
+        copied = Path(shutil.copy(one, tmp_path / "copies" / name))
     for words, sentence in (
         ([one], "is one checkpoint"),
         ([one, two, one], f"{one} is named twice"),
+        ([copied.parent, "--last", 2], f"{copied} is a copy"),
         ([run_of_one], "is a folder: add --last N"),
         ([one, two, "--by", "update"], "--by update: expected --last with it"),
         ([one, two, "--last", 2], "--last 2: expected one folder"),
@@ -299,7 +303,7 @@ def test_requests_that_are_not_clear(run_of_one, tmp_path):
         ([run_of_one, "--last", 2, "--by", "epoch"], "has 0 by epoch"),
     ):
         assert sentence in refusal("average", *words, "--output", tmp_path / "mean.pt")
-    assert not list(tmp_path.iterdir())
+    assert list(tmp_path.iterdir()) == [copied.parent]
 
 
 def test_what_cannot_be_written_is_known_before_the_work(run_of_one, tmp_path, monkeypatch):

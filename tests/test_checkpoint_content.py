@@ -195,6 +195,9 @@ UNFIT = {
     "no optimizer state": lambda state: state.pop("last_optimizer_state"),
     "empty optimizer state": lambda state: state["last_optimizer_state"].update(state={}),
     "moments of another model": of_moments(lambda tensor: tensor.new_zeros(3)),
+    "shared embeddings apart": lambda state: state["model"].update(
+        {name: state["model"][name] + 1 for name in ["decoder.output_projection.weight"]}
+    ),
     "betas out of range": lambda state: state["last_optimizer_state"]["param_groups"][0].update(
         betas=(2, 3)
     ),

@@ -119,6 +119,8 @@ def test_zstandard_is_read_if_it_is_installed(tmp_path):
     "name, content, line",
     [
         *(("train.tsv", b"en\tha\na\tb\nc\n", 3), ("train.tsv", b"a\tb\n", 1)),
+        ("train.tsv", b"en\ten\tha\na\tb\tc\n", 1),
+        ("train.en-ha.tsv", b"source\ttarget\na\tb\n", 1),
         *(("train.en-ha.tsv", b"a\tb\tc\n", 1), ("train.en-ha.tsv", b"a\tb\n\xff\tc\n", 2)),
         ("train.jsonl", b'{"en": "a", "ha": "b"}\n{"en": "a"\n', 2),
         *(
@@ -133,7 +135,7 @@ def test_zstandard_is_read_if_it_is_installed(tmp_path):
         ("train.en-ha.tsv", b'<refset setid="wmt" trglang="ha">\n<doc>\n', 0),
         ("train.zip", b"PK", 0),
     ],
-    ids=range(16),
+    ids=range(18),
 )
 def test_what_cannot_be_read_is_named(tmp_path, dataset, name, content, line):
     for split in ("valid", "test"):
@@ -214,6 +216,32 @@ def test_text_under_other_names_than_the_data_sets_is_told(tmp_path, dataset, ca
         (tmp_path / name).write_bytes(gzip.compress(name.encode()))
     gather(own, tmp_path, tmp_path / "raw")
     assert "raw.files" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "names", [("en-ha.tsv", "ha-en.tsv"), ("train.en-ha.tsv", "valid.en-ha.tsv", "en-ha.tsv")]
+)
+def test_text_of_one_pair_in_two_ways_is_refused(tmp_path, dataset, names):
+    for name in names:
+        (tmp_path / name).write_text("a\tb\n" * 400)
+    with pytest.raises(UsageError) as end:
+        gather(dataset(), tmp_path, tmp_path / "raw")
+    assert str(tmp_path / names[-1]) in str(end.value) and not (tmp_path / "raw").exists()
+
+
+def test_variants_of_a_language_are_told(tmp_path, dataset, capsys):
+    lines = ('{"en": "a", "ha-NG": "b"}\n{"en": "a", "ha-NE": "b"}\n') * 200
+    (tmp_path / "en-ha.jsonl").write_text(lines)
+    gather(dataset(), tmp_path, tmp_path / "raw")
+    told = capsys.readouterr().err
+    assert "ha-NG" in told and "ha-NE" in told and "raw: {codes:" in told
+
+
+def test_files_are_found_by_the_meaning_of_their_names(tmp_path, dataset):
+    for name in ("eng_Latn", "hau_Latn"):
+        (tmp_path / f"{name}.txt").write_text(f"{name}\n" * 400)
+    gather(dataset(), tmp_path, tmp_path / "raw")
+    assert (tmp_path / "raw/valid.en-ha.ha").read_text().startswith("hau_Latn\n")
 
 
 def test_a_file_of_both_languages_has_a_known_ending(tmp_path, dataset):

@@ -515,7 +515,9 @@ def test_a_score_that_was_cut_off_is_made_again(tmp_path, monkeypatch):
         (evaluation.partial / f"{direction}.json").write_text(text)
         (evaluation.partial / f"{direction}.txt").write_text("a b\n")
     checksum = hashlib.sha256(b"a b\na b\n").hexdigest()
-    assert evaluation.resume() == {"en-de": scores.Score(30.0, "s", 1, test_checksum=checksum)}
+    own = hashlib.sha256(b"a b\n").hexdigest()
+    score = scores.Score(30.0, "s", 1, test_checksum=checksum, checksum=own)
+    assert evaluation.resume() == {"en-de": score}
     evaluation.partial.rename(evaluation.complete)
     assert evaluation.resume() == {}
     assert evaluation.partial.is_dir()

@@ -335,7 +335,7 @@ def write_set(shards: Shards, output: Path, world_size: int, force: bool) -> lis
         raise UsageError(f"--output: {output} is the name of the input set; choose another")
     other_set = [file for file in existing if world_size > 1 and file not in files]
     check_output(shards.files, [*files, *other_set], force)
-    if world_size > 1 and output.exists() and output.resolve() not in read:
+    if world_size > 1 and output.exists():
         raise UsageError(f"--output: {output} exists, and would be another checkpoint of that name")
     shards.check_agreement()
     shards.check_division(world_size)

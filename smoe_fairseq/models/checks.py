@@ -253,6 +253,7 @@ def check_checkpoint(model, state_dict) -> None:
     own = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     loaded = {name: tuple(tensor.shape) for name, tensor in state_dict.items()}
     if own == loaded:
+        _check_shared(model, state_dict)
         return
     advice = "pass the checkpoint's flags, or another checkpoint"
     own_flags, loaded_flags = _strata_of(own), _strata_of(loaded)
@@ -285,6 +286,19 @@ def check_checkpoint(model, state_dict) -> None:
         f"the checkpoint is of another architecture: {name} is {loaded.get(name, 'missing')} in it "
         f"and {own.get(name, 'missing')} in this model; {advice}"
     )
+
+
+def _check_shared(model, state_dict) -> None:
+    """Raise UsageError if parameters that the model shares, such as embeddings, differ in a checkpoint."""
+    first = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        other = first.setdefault(id(tensor), name)
+        one, two = state_dict[other], state_dict[name]
+        if one.data_ptr() != two.data_ptr() and not one.equal(two):
+            raise UsageError(
+                f"the model shares {other} and {name}, which differ in the checkpoint: expected equal ones, "
+                "or the flags of its training"
+            )
 
 
 _DENSE = "--moe-freq 0"

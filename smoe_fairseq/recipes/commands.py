@@ -282,6 +282,13 @@ def _symbol(text: str) -> str:
     return text
 
 
+def _sentences(text: str) -> int:
+    number = at_least(int, 0, 2**63 - 1)(text)
+    if 0 < number <= 100:  # which sentencepiece refuses
+        raise ArgumentTypeError(f"{text}: expected 0 (all), or more than 100")
+    return number
+
+
 def add_subword_options(parser: ArgumentParser, vocab_size: int | None = None) -> None:
     """Add the options of sentencepiece's training; ``vocab_size`` is required unless it has a default."""
 
@@ -303,4 +310,4 @@ def add_subword_options(parser: ArgumentParser, vocab_size: int | None = None) -
     add("--user-defined-symbols", "subwords that are never split", [], **whole)
     add("--model-type", "algorithm", "unigram", choices=("unigram", "bpe"))
     drawn = "lines drawn at random to learn from; 0: all"
-    add("--input-sentence-size", drawn, 0, type=at_least(int, 0, 2**63 - 1))
+    add("--input-sentence-size", drawn, 0, type=_sentences)

@@ -1,5 +1,6 @@
 """Comparison of two systems (``--compare``): bootstrap over sentences, tests and intervals over seeds."""
 
+import hashlib
 import math
 import statistics
 from collections.abc import Collection, Sequence
@@ -8,6 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from smoe_fairseq.errors import UsageError, quietly
+from smoe_fairseq.files import read_plain
 from smoe_fairseq.recipes.compare.grid import Grid, number
 from smoe_fairseq.recipes.compare.statistics import (
     PERMUTATIONS,
@@ -114,7 +116,13 @@ class _System:
         return [*map(statistics.fmean, points)]
 
     def translations(self, direction: str) -> list[Path]:
-        return [scores.translations_of(self.folder / run, direction) for run in self.runs]
+        """The files; raises UsageError if one is not what was scored."""
+        files = {run: scores.translations_of(self.folder / run, direction) for run in self.runs}
+        for run, file in files.items():
+            known = self.runs[run][direction].checksum
+            if known and known != hashlib.sha256(read_plain(file)).hexdigest():
+                raise UsageError(f"{file} was changed after it was scored: evaluate {run} again")
+        return [*files.values()]
 
 
 def _smallest_p_note(first: Sequence[float], second: Sequence[float]) -> str:

@@ -122,7 +122,13 @@ class Evaluation:
             for direction in self.directions:
                 with suppress(UsageError):  # not translated
                     self.add_scores(folder, direction)
-            scored = self.scored(folder)
+            scored, known = self.scored(folder), {}
+            if folder == self.complete and (self.folder / scores.FILE).exists():
+                known = scores.read(self.folder)
+            for direction in list(scored):  # without translations that something else has changed
+                before = known.get(direction)
+                if before and before.checksum not in (None, scored[direction].checksum):
+                    del scored[direction]
             if folder == self.partial or len(scored) == len(self.directions):
                 return scored
         shutil.rmtree(self.partial, ignore_errors=True)

@@ -47,7 +47,7 @@ class Score:
 
     ``length_ratio`` is the number of tokens in the translations over that in the references, by sacreBLEU;
     None in older files. ``others`` has points and signature of the other `METRICS`. ``test_checksum`` is of
-    the raw source and reference; None in older files.
+    the raw source and reference, ``checksum`` of the translations; None in older files.
     """
 
     bleu: float
@@ -56,6 +56,7 @@ class Score:
     length_ratio: float | None = None
     others: dict[str, tuple[float, str]] = field(default_factory=dict)
     test_checksum: str | None = None
+    checksum: str | None = None
 
     def __str__(self) -> str:
         parts = [f"BLEU {self.bleu:.2f}"]
@@ -88,10 +89,12 @@ def read_score(folder: Path, direction: str) -> Score:
     others = {name: (result["score"], result["signature"]) for name, result in results.items()}
     if "tok:flores" in bleu["signature"]:
         others[SPBLEU] = (bleu["score"], bleu["signature"])
-    sentences = read_text(folder / f"{direction}.txt").count("\n")
+    text = read_text(folder / f"{direction}.txt")
+    sentences, checksum = text.count("\n"), hashlib.sha256(text.encode()).hexdigest()
     # sacreBLEU writes the ratio only in "62.1/36.8/... (BP = 0.984 ratio = 0.984 hyp_len = ...".
     ratio = re.search(r"ratio = ([\d.]+)", bleu.get("verbose_score", ""))
-    return Score(bleu["score"], bleu["signature"], sentences, ratio and float(ratio[1]), others)
+    ratio = ratio and float(ratio[1])
+    return Score(bleu["score"], bleu["signature"], sentences, ratio, others, checksum=checksum)
 
 
 def write(
