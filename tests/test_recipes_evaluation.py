@@ -36,6 +36,13 @@ def tiny(prepared):
     return prepared, {name: SimpleNamespace(**each) for name, each in said.items()}
 
 
+def copied_as(run: Path, method: str) -> None:
+    """A copy of a run, as if it were another method's."""
+    copy = shutil.copytree(run, run.with_name(method))
+    content = json.loads((copy / "identity.json").read_text())
+    (copy / "identity.json").write_text(json.dumps(content | {"method": method}))
+
+
 def test_a_copy_of_a_run_is_no_second_seed(tiny, tmp_path):
     folder = tiny[0]
     for name in ("smoe-2-2", "smoe-2-2.seed-7"):
@@ -626,7 +633,7 @@ def test_comet_scores_what_is_translated_already(scored):
     assert f"{points:.2f}" in shown and "COMET model:another" in shown
     # A second run, which is worse in each line.
     other = scored / "runs/tiny/moe"
-    shutil.copytree(scored / "runs/tiny/smoe-2-2", other)
+    copied_as(scored / "runs/tiny/smoe-2-2", "moe")
     for file in other.glob("test/*.comet.json"):
         result = json.loads(file.read_text())
         result["sentences"] = [value / 2 for value in result["sentences"]]
@@ -688,7 +695,7 @@ def test_other_metrics_of_sacrebleu_and_of_any_program(scored):
         points, signature = score["others"]["Length"]
         assert signature == words and points == pytest.approx(mean, abs=3)  # characters or bytes
         assert "tok:tercom" in score["others"]["TER"][1]
-    shutil.copytree(run, scored / "runs/tiny/moe")
+    copied_as(run, "moe")
     configs = {"CONFIG_DIR": str(scored / "configs")}
     for metric, name in (("ter", "TER (lower is better)"), ("length", "Length")):
         ask = ("smoe", "table", "tiny", "--metric", metric)

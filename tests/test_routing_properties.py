@@ -7,6 +7,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from smoe_fairseq.modules import StratifiedMoE
+from smoe_fairseq.modules.gates import GATES
 
 D = 8
 POLICIES = ("sampling", "all", "random")
@@ -126,8 +127,9 @@ def family_cases(draw):
         options["hash_table"] = torch.randint(sizes[0], (20,))
     top_k = draw(st.integers(1, sizes[-1] + options.get("null_experts", 0)))
     strata = "-".join(map(str, sizes))
-    policy = {"second_expert_policy": "all"}
-    block = StratifiedMoE(D, 8, strata, top_k=top_k, **policy, **options).double()
+    read = {"top_k": top_k, "second_expert_policy": "all"}
+    read = {name: value for name, value in read.items() if name in GATES[options["gate"]].options}
+    block = StratifiedMoE(D, 8, strata, **read | options).double()
     for gate in block.gates:
         for parameter in gate.parameters():
             torch.nn.init.normal_(parameter)
