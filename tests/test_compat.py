@@ -82,6 +82,11 @@ assert "smoe_label_smoothed_cross_entropy" in CRITERION_REGISTRY
 # Each patch: what happens without it
 
 
+def test_importing_the_models_says_nothing():
+    result = run_python("import smoe_fairseq.models")
+    assert result.stdout == ""
+
+
 def test_patched_dataclass_names_its_options():
     """torch 2.6 asks it for them."""
     program = (

@@ -10,6 +10,7 @@ The start-up hook loads this package without its parent. Inside it, write ``from
 """
 
 import importlib
+import logging
 import warnings
 from collections.abc import Sequence
 from importlib import metadata
@@ -77,6 +78,7 @@ def install(patches: Sequence[tuple[str, Action]] = PATCHES) -> None:
     if message := version_error():
         warnings.warn(message, stacklevel=2)
         return
+    logging.getLogger("fairseq.tasks.text_to_speech").setLevel(logging.WARNING)  # no advertisement
     for module, patch in patches:
         when_imported(module, patch)
 
