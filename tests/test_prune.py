@@ -302,9 +302,9 @@ def test_a_model_that_has_diverged_is_named(trained, small_corpus, tmp_path):
 @pytest.mark.parametrize(
     "member, why",
     [
-        ("hash", "--moe-gate hash, which has an expert for"),
-        ("hash-topk", "--moe-gate hash-topk, which has an expert for"),
-        ("gate-residual", "--moe-gate-residual, which adds the logits of all experts"),
+        ("hash", "--moe-gate hash,"),
+        ("hash-topk", "--moe-gate hash-topk,"),
+        ("gate-residual", "--moe-gate-residual"),
     ],
 )
 def test_gates_that_need_all_experts_are_refused(ranks, small_corpus, tmp_path, member, why):
@@ -312,7 +312,8 @@ def test_gates_that_need_all_experts_are_refused(ranks, small_corpus, tmp_path, 
     ranks.train(tmp_path, 1, *flags(small_corpus, tmp_path, *words), one=True)
     path = tmp_path / "checkpoint_last.pt"
     ask = ("prune", path, small_corpus, "--min-load", 0, "--output", tmp_path / "pruned.pt")
-    assert f"{path} has {why}" in refusal(*ask)
+    said = refusal(*ask)
+    assert str(path) in said and why in said
     assert not (tmp_path / "pruned.pt").exists()
 
 

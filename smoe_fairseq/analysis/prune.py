@@ -240,10 +240,13 @@ def run_prune(args: Namespace) -> None:
     with quietly():
         model, task, directions, subset = inputs.load_inputs(args)
         blocks = moe_blocks(model)
-        gates = {gate.unprunable for block in blocks.values() for gate in block.gates} - {""}
-        for reason in gates:
-            expected = "expected gates that score each expert by itself"
-            raise UsageError(f"{args.path} has {reason}, so all experts are needed; {expected}")
+        for block in blocks.values():
+            for reason in filter(None, (gate.unprunable for gate in block.gates)):
+                gate = f"--moe-gate {block.config.gate}"
+                expected = "expected gates that score each expert by itself"
+                raise UsageError(
+                    f"{args.path}, {gate}, has {reason}, so all experts are needed; {expected}"
+                )
         uses = [use_of(inputs.Samples(model, task, name, subset)) for name in directions]
     parameters = {name: parameter.numel() for name, parameter in model.named_parameters()}
     layers = {name: Layer(block.strata, block.gates[0]) for name, block in blocks.items()}
