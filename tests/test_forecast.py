@@ -86,7 +86,7 @@ def measure(data: str, file: str, *words: str) -> None:
     utils.call_main(cfg, train)
 
 
-def choose_evenly(gate, probs_TE, first_T1):
+def choose_evenly(gate, probs_TE, active_T, first_T1):
     """One expert after the other, in the place of ``TopKGate.select``."""
     tokens, number = probs_TE.shape
     return (torch.arange(2 * tokens) % number).view(tokens, 2)

@@ -117,10 +117,13 @@ def test_threads_that_ask_for_other_languages_do_not_meet(model, text):
 def two_models(multilingual, tmp_path_factory):
     """The checkpoint, and one with other weights."""
     state = torch.load(multilingual, weights_only=True)
-    generator = torch.Generator().manual_seed(1)
+    generator, changed = torch.Generator().manual_seed(1), {}
     for name, weight in state["model"].items():
         if weight.is_floating_point() and weight.dim() > 1:
-            state["model"][name] = weight + 0.05 * torch.randn(weight.shape, generator=generator)
+            key = weight.data_ptr()  # the same for shared embeddings
+            if key not in changed:
+                changed[key] = weight + 0.05 * torch.randn(weight.shape, generator=generator)
+            state["model"][name] = changed[key]
     other = tmp_path_factory.mktemp("ensemble") / "other.pt"
     torch.save(state, other)
     return multilingual, other
