@@ -165,6 +165,9 @@ def test_the_commands_of_the_tasks(tmp_path):
         (tmp_path / f"new/valid.{language}").write_text("".join(lines[50:60]))
         (tmp_path / f"new/test.{language}").write_text("".join(lines[60:62]))
         (tmp_path / f"text.{language}").write_text("".join(lines[:2]))
+    page = (ROOT / "docs/tasks.md").read_text("utf-8")
+    (code,) = re.findall(r"```python\n# cosine.py\n(.*?)```", page, re.DOTALL)
+    (tmp_path / "cosine.py").write_text(code)
     outputs, _ = run_commands("docs/tasks.md", tmp_path, {"CONFIG_DIR": str(configs)})
     assert "en-de: BLEU" in outputs["scripts/evaluate.sh mine"]
     assert len(outputs["smoe translate"].splitlines()) == 2

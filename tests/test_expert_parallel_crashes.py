@@ -16,7 +16,7 @@ from test_expert_parallel import checkpoint, flags, furthest, whole
 
 from smoe_fairseq.checkpoints.io import Record, open_checkpoint
 from smoe_fairseq.checkpoints.sets import Shards
-from smoe_fairseq.compat.checkpoint_names import rank_file
+from smoe_fairseq.compat.checkpoint_names import PENDING, rank_file
 from smoe_fairseq.errors import UsageError
 
 KILLS = 6
@@ -120,9 +120,7 @@ def killed_while_publishing(moment: str, arguments):
     original, count = sharded_checkpoints.os.replace, [0]
 
     def replace(source, target):
-        if str(target).endswith("checkpoint_last-rank-1.pt") and str(source).endswith(
-            sharded_checkpoints.PENDING
-        ):
+        if str(target).endswith("checkpoint_last-rank-1.pt") and str(source).endswith(PENDING):
             count[0] += 1
             if count[0] == 5:
                 if moment != "before":

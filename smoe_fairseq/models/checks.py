@@ -291,7 +291,7 @@ def check_checkpoint(model, state_dict) -> None:
 def _check_shared(model, state_dict) -> None:
     """Raise UsageError if parameters that the model shares, such as embeddings, differ in a checkpoint."""
     first = {}
-    for name, tensor in model.state_dict(keep_vars=True).items():
+    for name, tensor in model.named_parameters(remove_duplicate=False):
         other = first.setdefault(id(tensor), name)
         one, two = state_dict[other], state_dict[name]
         if one.data_ptr() != two.data_ptr() and not one.equal(two):
