@@ -56,7 +56,13 @@ SMALLER = {
 # What makes an environment, does not end, or needs what is not there: SLURM, NLLB, other packages.
 LEFT_OUT = (
     *("make setup", ". .venv/bin/activate", "smoe serve", "curl", "    -d", "scripts/slurm.sh"),
-    *("hf download", "smoe import nllb-moe", "smoe translate nllb.pt", "pip install"),
+    *(
+        "fairseq-train DATA",
+        "hf download",
+        "smoe import nllb-moe",
+        "smoe translate nllb.pt",
+        "pip install",
+    ),
     *("smoe export runs/mine/dense/checkpoint_best.pt --to ctranslate2",),
 )
 
