@@ -89,17 +89,15 @@ def read_pairs(dataset: Dataset, archive: Path) -> dict[str, Pairs]:
     files, present, others = defaultdict(dict), set(), set()
 
     def wanted(path: PurePosixPath) -> bool:
-        top = next((n for n in (0, 1) if path.parts[n:][: len(parents)] == parents), 0)
-        start, rest = path.parts[top:][: len(parents)], path.parts[top + len(parents) :]
-        if path.suffix != ".po" or start != parents or len(rest) < 2:
+        rest = _below(path, parents)
+        if path.suffix != ".po" or len(rest) < 2:
             others.update(path.parts[:1])
             return False
         present.add(rest[0])
         return any(assign((code,), (rest[0],)) != (None,) for code in codes)
 
     for path, content in read_members(archive, wanted):
-        top = 0 if path.parts[: len(parents)] == parents else 1
-        files[path.parts[top + len(parents)]][str(path)] = _messages(archive, path, content)
+        files[_below(path, parents)[0]][str(path)] = _messages(archive, path, content)
     if not present:
         layout = f"{'/'.join(parents)}/LANGUAGE/**.po"
         raise UsageError(f"{archive} has no file {layout}; it has {_listed(others)}")
@@ -111,6 +109,14 @@ def read_pairs(dataset: Dataset, archive: Path) -> dict[str, Pairs]:
         language: _unique(files[names[code]], settings["words"])
         for language, code in zip(languages, codes, strict=True)
     }
+
+
+def _below(path: PurePosixPath, parents: tuple[str, ...]) -> tuple[str, ...]:
+    """The parts of a path below these folders, which may lie in another one; empty if it is elsewhere."""
+    for parts in (path.parts, path.parts[1:]):
+        if parts[: len(parents)] == parents:
+            return parts[len(parents) :]
+    return ()
 
 
 def plain(text: str) -> str:

@@ -314,10 +314,11 @@ def _unsplit(
         stems = sorted({file.name.split(".txt")[0] for file in source.glob("*.txt*")})
         named = assign(tuple(codes.get(each, each) for each in dataset.languages), tuple(stems))
         candidates = [
-            {lang: _existing(source / f"{name or lang}.txt")}
-            for lang, name in zip(dataset.languages, named, strict=True)
+            {
+                lang: _existing(source / f"{name or lang}.txt")
+                for lang, name in zip(dataset.languages, named, strict=True)
+            }
         ]
-        candidates = [{lang: file for each in candidates for lang, file in each.items()}]
         for order in both_orders(pair):
             candidates.append({lang: _existing(source / f"{order}.{lang}") for lang in languages})
         candidates.append(dict.fromkeys(languages, _of_both(source, both_orders(pair))))
