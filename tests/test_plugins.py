@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from commands import refused, run, smoe
+from serving import JSON, Serving
 from test_block import PADDING, D, make_block, make_input
 from test_recipes import ROOT, recipe, table
 
@@ -75,7 +76,7 @@ def test_a_run_is_trained_evaluated_and_tabled_with_its_flops(trained):
     assert costs[0] == costs[1]  # top-2 each
 
 
-def test_commands_read_the_checkpoint_if_the_plugin_is_named(trained):
+def test_commands_read_the_checkpoint_if_the_plugin_is_named(trained, monkeypatch):
     folder, _ = trained
     path, gates = "runs/phrasebook/balanced", str(folder / "configs/gates/balancing.py")
     best = f"{path}/checkpoint_best.pt"
@@ -96,6 +97,11 @@ def test_commands_read_the_checkpoint_if_the_plugin_is_named(trained):
     words = ("translate", path, "--from", "eng", "--to", "nso")
     said = run("smoe", *words, cwd=folder, stdin="a dog\n", SMOE_PLUGINS=gates)
     assert said.stdout.strip()
+    monkeypatch.setenv("SMOE_PLUGINS", gates)
+    with Serving(path, folder=folder) as server:
+        body = json.dumps({"text": "a dog", "source": "eng", "target": "nso"})
+        status, _, answer = server.request("POST", "/translate", body, JSON)
+    assert status == 200 and said.stdout.split("\n")[0] in answer.decode()
     config = json.loads((folder / "hf/config.json").read_text())
     assert config["plugins"]["gate sinkhorn"] == "balancing"
     assert config["moe_losses"] == {"confidence_loss": 0.5}

@@ -52,10 +52,21 @@ def distance(path: Path, original: Path, data: Path) -> float:
 def test_one_stratum_answers_as_the_dense_model(request, dense, pre_norm, tmp_path, source, words):
     path = dense if source == "ours" else pre_norm
     data = request.getfixturevalue("small_corpus" if source == "ours" else "corpus")
-    call("upcycle", path, *words.split(), "--output", tmp_path / "up.pt")
-    model, original = (loaded(p, data) for p in (tmp_path / "up.pt", path))
+    answers_alike(path, data, tmp_path / "up.pt", words.split())
+
+
+def answers_alike(path: Path, data: Path, output: Path, words: list[str]) -> None:
+    call("upcycle", path, *words, "--output", output)
+    model, original = (loaded(p, data) for p in (output, path))
     assert moe_blocks(model) and not moe_blocks(original)
     assert torch.allclose(outputs(model), outputs(original), rtol=0, atol=1e-5)
+
+
+def test_gated_ffns_become_gated_experts(small_corpus, tmp_path):
+    words = ("--moe-freq", 0, "--activation-fn", "swiglu", "--max-update", 3)
+    train_smoe(small_corpus, tmp_path, *words)
+    path = tmp_path / "checkpoint_last.pt"
+    answers_alike(path, small_corpus, tmp_path / "up.pt", ["--smoe-strata", "4"])
 
 
 @pytest.mark.parametrize(
