@@ -48,7 +48,7 @@ def in_process(args, text: list[str], reference: list[str], source, target, fold
     from sacrebleu import corpus_bleu, corpus_chrf
 
     from smoe_fairseq.models import SMoETransformerModel
-    from smoe_fairseq.translate.translator import BatchTranslator, Options
+    from smoe_fairseq.translate.text import BatchTranslator, Options
 
     model = SMoETransformerModel.from_pretrained(args.run, data_name_or_path=args.data)
     model.cfg.dataset.max_tokens = MAX_TOKENS

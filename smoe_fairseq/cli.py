@@ -26,7 +26,7 @@ COMMANDS = {
         "smoe_fairseq.analysis.command",
         "report the requested capacity of a trained model by language, token and layer",
     ),
-    "translate": ("smoe_fairseq.serve.translate", "translate text, line by line"),
+    "translate": ("smoe_fairseq.translate.command", "translate text, line by line"),
     "shortlist": (
         "smoe_fairseq.translate.shortlist",
         "list the target tokens that each source token may need, to speed up translation",

@@ -24,7 +24,7 @@ from test_golden import (
 from smoe_fairseq.checkpoints.model import known_options, plain_config
 from smoe_fairseq.errors import UsageError
 from smoe_fairseq.models.transformer import SMoETransformerModel, moe_blocks
-from smoe_fairseq.translate.translator import BatchTranslator, Options
+from smoe_fairseq.translate.text import BatchTranslator, Options
 
 pytest.importorskip("transformers", reason="the package transformers is not installed")
 

@@ -17,7 +17,7 @@ from test_golden import SYSTEMS_WITH_CHECKPOINT, TRANSLATED, read_json
 
 from smoe_fairseq.errors import UsageError
 from smoe_fairseq.models.transformer import SMoETransformerModel
-from smoe_fairseq.translate.translator import BatchTranslator
+from smoe_fairseq.translate.text import BatchTranslator
 
 pytest.importorskip("transformers", reason="the package transformers is not installed")
 

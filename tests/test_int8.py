@@ -14,7 +14,7 @@ from smoe_fairseq.modules import StratifiedMoE
 from smoe_fairseq.translate import int8, packed
 from smoe_fairseq.translate.int8 import Int8Linear, check_int8, levels, quantize
 from smoe_fairseq.translate.search import BeamSearch, SearchOptions
-from smoe_fairseq.translate.translator import BatchTranslator, Options, device_of
+from smoe_fairseq.translate.text import BatchTranslator, Options, device_of
 
 
 @pytest.fixture(autouse=True)

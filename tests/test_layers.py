@@ -32,16 +32,18 @@ LAYERS = {
     "plugins": {"errors"},
     "compat": {"errors", "files", "forms", "plugins"},
     "modules": set(),
-    "translate": {"errors", "files", "flags", "forms", "languages", "modules"},
+    "translate": {
+        *("errors", "files", "flags", "forms", "host_memory", "languages", "modules"),
+        "subwords",
+    },
     "models": {
-        *("compat", "errors", "files", "flags", "host_memory", "languages", "modules"),
-        *("subwords", "translate"),
+        *("compat", "errors", "flags", "host_memory", "modules", "translate"),
     },
     "criterions": {"errors", "flags", "models", "modules"},
     "huggingface": {"errors", "files", "forms", "modules", "subwords"},
     "checkpoints": {
         *("compat", "errors", "files", "flags", "forms", "host_memory", "huggingface"),
-        *("models", "modules", "subwords"),
+        *("models", "modules", "subwords", "translate"),
     },
     "training": {
         *("checkpoints", "compat", "criterions", "ending", "errors", "files", "flags"),

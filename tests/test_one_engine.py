@@ -13,7 +13,7 @@ from test_translator import evaluated
 
 from smoe_fairseq.errors import UsageError
 from smoe_fairseq.models import SMoETransformerModel
-from smoe_fairseq.translate.translator import BatchTranslator, Options
+from smoe_fairseq.translate.text import BatchTranslator, Options
 
 GIVEN = {"beam": 4, "max_len_b": 10, "source_lang": "en", "target_lang": "fr"}
 WORDS = ("--from", "en", "--to", "fr", "--beam", 4, "--max-len-b", 10)

@@ -14,7 +14,7 @@ from serving import JSON, Serving
 
 from smoe_fairseq.models import SMoETransformerModel
 from smoe_fairseq.serve.app import MAX_BODY, PAGE
-from smoe_fairseq.translate.translator import BatchTranslator, Options
+from smoe_fairseq.translate.text import BatchTranslator, Options
 
 TEXTS = [f"{' '.join(str(number))} is a number" for number in range(100, 200)]
 LONG = {"texts": ["1 2 3 4 5 6 7 8 9 " * 3] * 16, "source": "en", "target": "fr", "beam": 8}

@@ -181,7 +181,7 @@ def test_text_as_it_comes(folder):
 
 @pytest.mark.soak
 def test_the_mark_with_which_an_editor_begins_a_file_is_no_text():
-    from smoe_fairseq.serve.translate import text_lines
+    from smoe_fairseq.translate.command import text_lines
 
     lines = io.BytesIO("\ufeffone\n\ufefftwo\n".encode())
     assert [*text_lines(lines, 1)] == [["one"], ["\ufefftwo"]]

@@ -20,9 +20,9 @@ from tqdm import tqdm
 from smoe_fairseq.checkpoints.io import open_checkpoint, values_of
 from smoe_fairseq.errors import UsageError, naming_file
 from smoe_fairseq.flags import add_flag, positive
-from smoe_fairseq.models.hub import text_settings
 from smoe_fairseq.models.transformer import moe_blocks
 from smoe_fairseq.modules.routing import Capacity
+from smoe_fairseq.translate.load import text_settings
 from smoe_fairseq.translate.shortlist import direction_of
 
 TOKENS_PER_BATCH = 4096

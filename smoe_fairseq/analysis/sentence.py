@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from smoe_fairseq.analysis import inputs
 from smoe_fairseq.analysis.record import Block, BlockFollower, Recorder, input_tokens
 from smoe_fairseq.errors import UsageError
-from smoe_fairseq.models.hub import segmenter
 from smoe_fairseq.modules.routing import Routing
 from smoe_fairseq.subwords import checked_subwords
+from smoe_fairseq.translate.load import segmenter
 from smoe_fairseq.translate.readout import Readout
 
 # Control characters, surrogates and line separators: terminals act on them, and SVG must not contain them.

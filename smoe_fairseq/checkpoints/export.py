@@ -21,8 +21,8 @@ from smoe_fairseq.checkpoints.tensors import config_file, write_safetensors
 from smoe_fairseq.compat.checkpoint_names import files_read
 from smoe_fairseq.errors import UsageError, quietly
 from smoe_fairseq.files import whole_folder
-from smoe_fairseq.models.hub import data_of, text_settings
 from smoe_fairseq.modules.activation import GATED
+from smoe_fairseq.translate.load import data_of, text_settings
 
 _CRITERION = "label_smoothed_cross_entropy"
 

@@ -20,10 +20,10 @@ from smoe_fairseq.compat.patches_training import STOCK_LAYER_COPIES
 from smoe_fairseq.errors import UsageError
 from smoe_fairseq.files import read_plain, whole_folder
 from smoe_fairseq.forms import IDENTITY, SCORES, read_json
-from smoe_fairseq.models import hub
 from smoe_fairseq.models.options import SMoETransformerConfig
 from smoe_fairseq.modules.losses import parse_weights
 from smoe_fairseq.subwords import checked_subwords, has_nmt_pieces
+from smoe_fairseq.translate import load
 
 WEIGHTS = "model.safetensors"
 FILES = {  # of an export
@@ -55,7 +55,7 @@ def write_huggingface(run: Path, output: Path, force: bool, half: bool, data: Pa
     """
     from transformers import GenerationConfig
 
-    path = hub.checkpoint_of(run) if run.is_dir() else run
+    path = load.checkpoint_of(run) if run.is_dir() else run
     state = weights_of(path)
     task = task_of(path, state, data)
     options, weights = plain_config(known_options(path, state)), state["model"]
@@ -120,13 +120,13 @@ def task_of(path: Path, state: Mapping, data: Path | None):
             raise UsageError(f"{path}: --{option} {kind} is not supported; expected sentencepiece")
     if values.get("lang_tok_replacing_bos_eos"):
         raise UsageError(f"{path}: --lang-tok-replacing-bos-eos is not supported")
-    data = hub.data_of(path, str(values.get("data") or ""), data)
-    values = {**values, "_name": name, **hub.text_settings(data, values)}
+    data = load.data_of(path, str(values.get("data") or ""), data)
+    values = {**values, "_name": name, **load.text_settings(data, values)}
     if isinstance(saved, Namespace):
         options = Namespace(**{"task": name, **values})
     else:
         options = OmegaConf.create(values)
-    with hub.knowing_direction(data, f"the data that {path} was trained with"):
+    with load.knowing_direction(data, f"the data that {path} was trained with"):
         task = tasks.setup_task(options)
     if message := dictionary_mismatch(path, state, task):
         raise UsageError(message)

@@ -244,7 +244,7 @@ def compare_when_loaded(original, *arguments, **options):
     from fairseq.checkpoint_utils import get_maybe_sharded_checkpoint_filename
 
     from smoe_fairseq.models.checks import as_loaded
-    from smoe_fairseq.models.hub import check_names
+    from smoe_fairseq.translate.load import check_names
 
     bound = inspect.signature(original).bind(*arguments, **options)
     bound.apply_defaults()

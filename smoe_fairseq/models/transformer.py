@@ -26,7 +26,6 @@ from smoe_fairseq.models.checks import (
     check_model,
     check_translation,
 )
-from smoe_fairseq.models.hub import Translator
 from smoe_fairseq.models.layers import TransformerDecoderLayer, TransformerEncoderLayer
 from smoe_fairseq.models.memory import check_size
 from smoe_fairseq.models.options import DecoderOptions, MoEOptions, SMoETransformerConfig
@@ -35,6 +34,7 @@ from smoe_fairseq.modules.experts import Experts
 from smoe_fairseq.modules.gates import GATES
 from smoe_fairseq.modules.layer import StratifiedMoE, may_have_padding
 from smoe_fairseq.modules.parallel import Placement
+from smoe_fairseq.translate.load import Translator
 
 
 def moe_blocks(model: nn.Module) -> dict[str, StratifiedMoE]:

@@ -17,7 +17,6 @@ from omegaconf import OmegaConf, open_dict
 from smoe_fairseq.compat.replacing import replaces
 from smoe_fairseq.errors import UsageError
 from smoe_fairseq.models.checks import check_language_modeling, check_language_pairs
-from smoe_fairseq.models.hub import TrainedModel, task_name
 from smoe_fairseq.models.options import (
     SMoEMultilingualTransformerConfig,
     SMoETransformerConfig,
@@ -29,6 +28,7 @@ from smoe_fairseq.models.transformer import (
     SparseModel,
     with_experts,
 )
+from smoe_fairseq.translate.load import TrainedModel, task_name
 
 
 @register_model("smoe_transformer_lm", dataclass=SMoETransformerLMConfig)

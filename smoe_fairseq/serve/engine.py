@@ -19,7 +19,7 @@ from smoe_fairseq.forms import Number, fault
 from smoe_fairseq.models.transformer import moe_blocks
 from smoe_fairseq.translate.readout import Readout, Translation
 from smoe_fairseq.translate.sentences import join_sentences, split_sentences
-from smoe_fairseq.translate.translator import BatchTranslator, Options, check_texts
+from smoe_fairseq.translate.text import BatchTranslator, Options, check_texts
 
 MAX_BEAM = 20
 MAX_TEXTS = 64

@@ -15,7 +15,7 @@ from pathlib import Path
 from smoe_fairseq.errors import UsageError
 from smoe_fairseq.flags import filled, port, positive, seconds
 from smoe_fairseq.serve.engine import Engine
-from smoe_fairseq.serve.translate import add_model_arguments, load_model, requested_direction
+from smoe_fairseq.translate.command import add_model_arguments, load_model, requested_direction
 
 try:
     import h11

@@ -20,7 +20,7 @@ from smoe_fairseq.languages import bleu_tokenizer, is_unspaced
 from smoe_fairseq.models.transformer import SMoETransformerModel
 from smoe_fairseq.subwords import has_nmt_pieces, has_pieces
 from smoe_fairseq.translate.search import BeamSearch, SearchOptions
-from smoe_fairseq.translate.translator import by_length
+from smoe_fairseq.translate.text import by_length
 
 MAX_TOKENS = 4096  # of source in a batch, padding included
 

@@ -176,7 +176,7 @@ class Generator:
         import torch
         from fairseq import utils
 
-        from smoe_fairseq.translate.translator import in_threads
+        from smoe_fairseq.translate.text import in_threads
 
         search = original = task.build_generator(models, cfg.generation)
         threads = 1

@@ -296,7 +296,7 @@ class Translator(TrainedModel):
     def _by_fairseq(self, sentences, beam, verbose, source_lang, target_lang, **options):
         """Translations by fairseq's search, with the text as in `translations`."""
         from smoe_fairseq.translate.readout import Readout
-        from smoe_fairseq.translate.translator import Options, check_texts
+        from smoe_fairseq.translate.text import Options, check_texts
 
         check_texts(sentences)
         beam = Options(beam=self.cfg.generation.beam if beam is None else beam).beam
@@ -326,13 +326,13 @@ class Translator(TrainedModel):
             beam: beam size; by default that of the checkpoint's settings, 5.
             source_lang, target_lang: may be omitted if only one direction is possible.
             int8: compute in 8-bit integers, on a CPU.
-            options: fields of `smoe_fairseq.translate.translator.Options`: ``nbest=5``, ``lenpen=1.2``,
+            options: fields of `smoe_fairseq.translate.text.Options`: ``nbest=5``, ``lenpen=1.2``,
                 ``sampling=True``, ``prefix="..."``. Their defaults are the checkpoint's settings.
 
         Raises:
             UsageError: the direction is unknown or ambiguous, or an option is unknown.
         """
-        from smoe_fairseq.translate.translator import BatchTranslator, Options
+        from smoe_fairseq.translate.text import BatchTranslator, Options
 
         self._check_options(options)
         if isinstance(sentences, str):
@@ -348,7 +348,7 @@ class Translator(TrainedModel):
 
     def _defaults(self) -> dict:
         """The options of our search, with the checkpoint's settings as defaults."""
-        from smoe_fairseq.translate.translator import Options
+        from smoe_fairseq.translate.text import Options
 
         return {
             name: getattr(self.cfg.generation, name, default)

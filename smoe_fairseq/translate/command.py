@@ -43,11 +43,11 @@ def _decoded(line: bytes, number: int) -> str:
 
 
 with quietly():
-    from smoe_fairseq.models.transformer import SMoETransformerModel
     from smoe_fairseq.translate.int8 import INT8_HELP
+    from smoe_fairseq.translate.load import Translator
     from smoe_fairseq.translate.readout import Translation
     from smoe_fairseq.translate.shortlist import SHORTLIST_HELP, direction_of
-    from smoe_fairseq.translate.translator import MAX_TOKENS, BatchTranslator, Options, device_of
+    from smoe_fairseq.translate.text import MAX_TOKENS, BatchTranslator, Options, device_of
 
 
 _LINE_ENDS = "[\x85\u2028\u2029]"  # of some programs, in addition to those that JSON escapes
@@ -76,8 +76,8 @@ def load_model(args: Namespace, max_tokens: int = MAX_TOKENS) -> BatchTranslator
     if device.type == "cpu":
         keep_freed_memory()
     with quietly():
-        translator = SMoETransformerModel.from_pretrained(
-            args.path, data_name_or_path=args.data, source_lang=args.source, target_lang=args.target
+        translator = Translator.of_run(
+            args.path, data=args.data, source_lang=args.source, target_lang=args.target
         )
         return BatchTranslator(translator.to(device), max_tokens, args.int8, args.shortlist)
 
