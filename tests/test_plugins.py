@@ -17,7 +17,8 @@ from smoe_fairseq.modules.registry import REGISTRIES
 
 PLUGIN = ROOT / "docs/plugins/balancing.py"
 METHOD = """plugins: [gates/balancing.py]
-train: {moe-gate: sinkhorn, smoe-strata: 4-4, moe-branches: scale, moe-losses: confidence_loss=0.5}
+train: {moe-gate: sinkhorn, moe-gate-options: rounds=7, smoe-strata: 4-4, moe-branches: scale,
+  moe-losses: confidence_loss=0.5}
 """
 SMALL = [
     *("--encoder-embed-dim", "32", "--encoder-ffn-embed-dim", "32", "--max-tokens", "500"),
@@ -43,6 +44,8 @@ def test_parts_that_are_not_registered_are_named():
     for options in ({"gate": "sinkhorn"}, {"branches": "scale"}):
         with pytest.raises(ValueError, match=next(iter(options))):
             StratifiedMoE(D, D, **options)
+    with pytest.raises(ValueError, match="gate_options"):
+        StratifiedMoE(D, D, gate_options="rounds=3")
     assert smoe("cost", "--moe-gate", "sinkhorn", check=False).returncode
 
 
@@ -103,6 +106,7 @@ def test_commands_read_the_checkpoint_if_the_plugin_is_named(trained, monkeypatc
         status, _, answer = server.request("POST", "/translate", body, JSON)
     assert status == 200 and said.stdout.split("\n")[0] in answer.decode()
     config = json.loads((folder / "hf/config.json").read_text())
+    assert config["moe_gate_options"] == "rounds=7"
     assert config["plugins"]["gate sinkhorn"] == "balancing"
     assert config["moe_losses"] == {"confidence_loss": 0.5}
 
@@ -117,18 +121,29 @@ def test_a_name_that_is_taken_is_refused(tmp_path, balancing):
     refused(run("smoe", "path", check=False, SMOE_PLUGINS=str(tmp_path / "mine.py")), "topk")
 
 
+@pytest.mark.parametrize("wrong", ["rounds=many", "rounds=nan", "turns=3"])
+def test_numbers_of_a_gate_are_checked(wrong, balancing):
+    with pytest.raises(ValueError, match="gate_options"):
+        StratifiedMoE(D, D, gate="sinkhorn", gate_options=wrong)
+
+
 @pytest.mark.parametrize("padding", PADDING)
 @pytest.mark.parametrize("strata, top_k", [("8", 2), ("4-4", 1)])
-@pytest.mark.parametrize("gate", ["sinkhorn", "quantile"])
-def test_choices_are_those_of_plain_loops(gate, strata, top_k, padding, balancing):
+@pytest.mark.parametrize("gate, rounds", [("sinkhorn", 20), ("sinkhorn", 1), ("quantile", 0)])
+def test_choices_are_those_of_plain_loops(gate, rounds, strata, top_k, padding, balancing):
     x, mask = make_input(padding)
-    block = make_block(strata, gate=gate, top_k=top_k, capacity_factor=0.0, branches="scale")
+    own = {"gate_options": f"rounds={rounds}"} if rounds == 1 else {}
+    block = make_block(strata, gate=gate, top_k=top_k, capacity_factor=0.0, branches="scale", **own)
     first = block.gates[0]
     for _ in range(2):
         h = block.layer_norms[0](x)[~mask]
         p = (h @ first.weight.t()).softmax(1).tolist()
         b = first.threshold.value().tolist() if gate == "quantile" else [0.0] * 8
-        chosen = balanced(p) if gate == "sinkhorn" else [[q - c for q, c in zip(r, b)] for r in p]
+        chosen = (
+            balanced(p, rounds)
+            if gate == "sinkhorn"
+            else [[q - c for q, c in zip(r, b)] for r in p]
+        )
         best = [sorted(range(8), key=lambda e: -row[e])[:top_k] for row in chosen]
         found = first(h, None).choice_TK
         assert found.tolist() == best
@@ -145,8 +160,8 @@ def test_choices_are_those_of_plain_loops(gate, strata, top_k, padding, balancin
                 assert got == pytest.approx(want, abs=1e-4)
 
 
-def balanced(p: list[list[float]]) -> list[list[float]]:
-    for _ in range(20):
+def balanced(p: list[list[float]], rounds: int) -> list[list[float]]:
+    for _ in range(rounds):
         for e in range(8):
             total = sum(row[e] for row in p)
             for row in p:

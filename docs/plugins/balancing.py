@@ -14,7 +14,6 @@ from smoe_fairseq.modules.registry import register_branch
 
 # Both choose the best K, without sampling, and have no free experts.
 OPTIONS = frozenset({"top_k", "capacity_factor", "eval_capacity_factor", "gate_normalization"})
-ROUNDS = 20
 
 
 @register_gate("sinkhorn")
@@ -23,18 +22,19 @@ class SinkhornGate(TopKGate):
 
     summary = "the k best of scores that a batch balances"
     options = OPTIONS | {"drop_order"}
+    numbers = {"rounds": 20}  # --moe-gate-options rounds=10
     has_balance_loss = False
 
     def select(self, score_TE: Tensor, active_T: Tensor, first_T1: Tensor | None = None) -> Tensor:
         if self.training:
-            score_TE = sinkhorn(score_TE * active_T.unsqueeze(1))
+            score_TE = sinkhorn(score_TE * active_T.unsqueeze(1), int(self.numbers["rounds"]))
         return score_TE.topk(self.top_k, dim=1).indices
 
 
-def sinkhorn(score_TE: Tensor) -> Tensor:
+def sinkhorn(score_TE: Tensor, rounds: int) -> Tensor:
     """Scales rows and columns in turn, so that rows sum to 1 and columns equally; rows of 0 remain."""
     tiny = torch.finfo(score_TE.dtype).tiny
-    for _ in range(ROUNDS):
+    for _ in range(rounds):
         score_TE = score_TE / score_TE.sum(0, keepdim=True).clamp(min=tiny)
         score_TE = score_TE / score_TE.sum(1, keepdim=True).clamp(min=tiny)
     return score_TE

@@ -15,7 +15,7 @@ from smoe_fairseq.modules.activation import Activation
 from smoe_fairseq.modules.experts import EXECUTIONS
 from smoe_fairseq.modules.gates import GATES
 from smoe_fairseq.modules.gates.linear import Gate
-from smoe_fairseq.modules.registry import BRANCHES
+from smoe_fairseq.modules.registry import BRANCHES, parse_numbers
 from smoe_fairseq.modules.routing import DROP_ORDERS
 from smoe_fairseq.modules.strata import OptionError, Strata
 
@@ -102,6 +102,10 @@ class MoEConfig:
         "how experts are chosen. "
         + "; ".join(f"{name}: {kind.summary}" for name, kind in GATES.items()),
         choices=GATES,
+    )
+    gate_options: str = option(
+        "",
+        "numbers of a plugin's gate, as its class names them: NAME=NUMBER,...",
     )
     top_k: int = option(
         2,
@@ -389,6 +393,10 @@ def _contradiction(c: MoEConfig, strata: Strata) -> str | None:
         one = f"expected {{chain}} 1, not {strata.chain}"
 
     # The gate.
+    try:
+        parse_numbers(c.gate_options, kind.numbers)
+    except ValueError as error:
+        return f"{{gate_options}} {error}, with {{gate}} {gate}"
     if several and kind.single_stratum:
         return f"{{gate}} {gate}: {one}"
     uses_top_k = "top_k" in kind.options

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Mapping
 
 from torch import Tensor
 
-from smoe_fairseq.modules.registry import LOSSES
+from smoe_fairseq.modules.registry import LOSSES, parse_numbers
 
 
 def register_loss(name: str, applies: Callable = lambda block: True) -> Callable:
@@ -69,15 +69,10 @@ def parse_weights(text: str) -> dict[str, float]:
     Raises:
         ValueError: a name is not registered, or a weight is no number of at least 0; one sentence.
     """
-    weights = {}
-    for item in filter(None, text.split(",")):
-        name, _, number = item.partition("=")
-        if name not in LOSSES:
-            raise ValueError(f"{item}: expected names of {', '.join(LOSSES)}, or of a plugin")
-        try:
-            weights[name] = float(number)
-        except ValueError:
-            weights[name] = -1.0
-        if not 0 <= weights[name] < float("inf"):
-            raise ValueError(f"{item}: expected a weight of at least 0, such as {name}=0.01")
+    weights = parse_numbers(text, LOSSES)
+    for name, weight in weights.items():
+        if weight < 0:
+            raise ValueError(
+                f"{name}={weight:g}: expected a weight of at least 0, such as {name}=0.01"
+            )
     return weights

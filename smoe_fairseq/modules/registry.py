@@ -1,6 +1,7 @@
 """Parts by name: the gates, and what other packages add by ``@register_gate`` and the like."""
 
-from collections.abc import Callable, Iterable, Mapping
+import math
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 
@@ -35,6 +36,27 @@ GATES, BRANCHES, LOSSES = Registry("gate"), Registry("branch"), Registry("loss")
 REGISTRIES = {registry.kind: registry for registry in (GATES, BRANCHES, LOSSES)}
 register_gate, register_branch = GATES.register, BRANCHES.register
 OURS = __name__.partition(".")[0]
+
+
+def parse_numbers(text: str, known: Collection[str]) -> dict[str, float]:
+    """The numbers of ``NAME=NUMBER,NAME=NUMBER``.
+
+    Raises:
+        ValueError: a name is not known, or a number is none, or not finite; one sentence.
+    """
+    numbers = {}
+    for item in filter(None, text.split(",")):
+        name, _, number = item.partition("=")
+        if name not in known:
+            expected = f"names of {', '.join(known)}" if known else "none"
+            raise ValueError(f"{item}: expected {expected}")
+        try:
+            numbers[name] = float(number)
+        except ValueError:
+            numbers[name] = math.nan
+        if not math.isfinite(numbers[name]):
+            raise ValueError(f"{item}: expected a number, such as {name}=0.01")
+    return numbers
 
 
 def plugins_of(parts: Iterable[tuple[str, str]]) -> dict[str, str]:

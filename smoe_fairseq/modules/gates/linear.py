@@ -4,11 +4,13 @@ Shapes: T tokens, D embedding, E experts that the gate sees, M free experts behi
 """
 
 import math
+from collections.abc import Mapping
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from smoe_fairseq.modules.registry import parse_numbers
 from smoe_fairseq.modules.routing import Capacity, Places, Routing, rank_within_expert
 from smoe_fairseq.modules.torch_features import without_autocast
 
@@ -28,9 +30,10 @@ class Gate(nn.Module):
 
     summary: str = ""  # how experts are chosen, for the help of the option ``gate``
     # Options and inputs.
-    options: frozenset[str] = (
-        frozenset()
-    )  # those it reads, of the options that only some gates read
+    options: frozenset[str] = frozenset()  # those that it reads and not every gate reads
+    numbers: Mapping[
+        str, float
+    ] = {}  # its own, with their defaults, which ``gate_options`` changes
     default_capacity: float = 2.0  # default of ``capacity_factor``
     needs_capacity: bool = False  # whether experts choose ``capacity_factor * T / E`` tokens
     skips_tokens: bool = False  # whether experts must not take all tokens
@@ -59,6 +62,7 @@ class Gate(nn.Module):
     def __init__(self, config, embed_dim: int, num_experts: int, own_experts: int):
         super().__init__()
         self.num_experts = num_experts
+        self.numbers = {**self.numbers, **parse_numbers(config.gate_options, self.numbers)}
 
     @classmethod
     def experts_per_token(cls, config, num_experts: int) -> float:
