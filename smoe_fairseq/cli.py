@@ -28,7 +28,7 @@ COMMANDS = {
     ),
     "translate": ("smoe_fairseq.translate.command", "translate text, line by line"),
     "shortlist": (
-        "smoe_fairseq.translate.shortlist",
+        "smoe_fairseq.translate.make_shortlist",
         "list the target tokens that each source token may need, to speed up translation",
     ),
     "serve": (

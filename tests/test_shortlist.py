@@ -12,9 +12,10 @@ from test_beam_search import batch, sharp
 from test_model import make_task
 
 from smoe_fairseq.errors import UsageError
+from smoe_fairseq.translate.make_shortlist import candidates
 from smoe_fairseq.translate.packed import can_pack, pack
 from smoe_fairseq.translate.search import BeamSearch, SearchOptions
-from smoe_fairseq.translate.shortlist import Shortlist, candidates
+from smoe_fairseq.translate.shortlist import Shortlist
 
 
 def test_candidates_are_those_with_the_greatest_dice_coefficient():

@@ -14,6 +14,7 @@ from torch import nn
 from smoe_fairseq.analysis import inputs
 from smoe_fairseq.models.transformer import moe_blocks
 from smoe_fairseq.modules.layer import RoutingStats
+from smoe_fairseq.translate.directions import is_multilingual
 
 FIFTHS = 5  # of a sentence
 
@@ -77,7 +78,7 @@ def samples(model: nn.Module, task, directions: list[str], subset: inputs.Subset
     parts = [part for name in directions for part in inputs.datasets(task, name, subset.name)]
     dataset = parts[0]
     if len(parts) > 1:
-        shared = inputs.is_multilingual(task) and task.data_manager._shared_collater()
+        shared = is_multilingual(task) and task.data_manager._shared_collater()
         dataset = SampledMultiDataset(parts, shared_collater=shared, shuffle=False)
     number = subset.sentences and subset.sentences * len(directions)
     order = np.random.default_rng(inputs.SEED).permutation(len(dataset))

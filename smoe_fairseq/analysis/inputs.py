@@ -22,8 +22,8 @@ from smoe_fairseq.errors import UsageError, naming_file
 from smoe_fairseq.flags import add_flag, positive
 from smoe_fairseq.models.transformer import moe_blocks
 from smoe_fairseq.modules.routing import Capacity
+from smoe_fairseq.translate.directions import direction_of, is_multilingual
 from smoe_fairseq.translate.load import text_settings
-from smoe_fairseq.translate.shortlist import direction_of
 
 TOKENS_PER_BATCH = 4096
 SEED = 1
@@ -89,11 +89,6 @@ def load_inputs(args: Namespace) -> tuple[nn.Module, object, list[str], Subset]:
         model.cuda()
     subset = Subset(args.gen_subset, args.sentences, args.max_tokens)
     return model, task, directions(task, args.lang_pairs), subset
-
-
-def is_multilingual(task) -> bool:
-    """Whether a task has several directions (``translation_multi_simple_epoch``)."""
-    return hasattr(task, "data_manager")
 
 
 def is_language_model(task) -> bool:

@@ -15,6 +15,7 @@ from smoe_fairseq.analysis.record import Block, BlockFollower, Recorder, input_t
 from smoe_fairseq.errors import UsageError
 from smoe_fairseq.modules.routing import Routing
 from smoe_fairseq.subwords import checked_subwords
+from smoe_fairseq.translate.directions import is_multilingual
 from smoe_fairseq.translate.load import segmenter
 from smoe_fairseq.translate.readout import Readout
 
@@ -151,7 +152,7 @@ def run_sentence(
     """
     if (subwords := checked_subwords(str(folder), task.source_dictionary)) is not None:
         sentence = segmenter(subwords).encode(sentence)
-    if inputs.is_multilingual(task):
+    if is_multilingual(task):
         task.args.source_lang, task.args.target_lang = direction.split("-")
     tokens = task.source_dictionary.encode_line(sentence, add_if_not_exist=False).long()
     if len(tokens) < 2:

@@ -28,7 +28,8 @@ from smoe_fairseq.models.transformer import (
     SparseModel,
     with_experts,
 )
-from smoe_fairseq.translate.load import TrainedModel, task_name
+from smoe_fairseq.translate.directions import task_name
+from smoe_fairseq.translate.load import TrainedModel
 
 
 @register_model("smoe_transformer_lm", dataclass=SMoETransformerLMConfig)

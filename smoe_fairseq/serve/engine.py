@@ -17,6 +17,7 @@ from smoe_fairseq.analysis.sentence import SentenceSide, StopFinder
 from smoe_fairseq.errors import UsageError
 from smoe_fairseq.forms import Number, fault
 from smoe_fairseq.models.transformer import moe_blocks
+from smoe_fairseq.translate.directions import is_multilingual
 from smoe_fairseq.translate.readout import Readout, Translation
 from smoe_fairseq.translate.sentences import join_sentences, split_sentences
 from smoe_fairseq.translate.text import BatchTranslator, Options, check_texts
@@ -283,7 +284,7 @@ class Engine:
         self.max_len = max(Options().max_len_b, self.max_tokens)
         task = self.task = translator.task
         self.directions = inputs.directions(task)
-        self.any_pair = inputs.is_multilingual(task)
+        self.any_pair = is_multilingual(task)
         pairs = (inputs.languages(task, direction) for direction in self.directions)
         self.languages = list(dict.fromkeys(itertools.chain(*pairs)))
         self.blocks = moe_blocks(translator.models[0])

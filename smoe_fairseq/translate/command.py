@@ -43,10 +43,11 @@ def _decoded(line: bytes, number: int) -> str:
 
 
 with quietly():
+    from smoe_fairseq.translate.directions import direction_of
     from smoe_fairseq.translate.int8 import INT8_HELP
     from smoe_fairseq.translate.load import Translator
     from smoe_fairseq.translate.readout import Translation
-    from smoe_fairseq.translate.shortlist import SHORTLIST_HELP, direction_of
+    from smoe_fairseq.translate.shortlist import SHORTLIST_HELP
     from smoe_fairseq.translate.text import MAX_TOKENS, BatchTranslator, Options, device_of
 
 

@@ -1,7 +1,6 @@
 """Trained models in Python: finding a run's files, loading, translating."""
 
 import copy
-import difflib
 import glob
 import os
 from argparse import Namespace
@@ -19,9 +18,11 @@ from fairseq.utils import split_paths
 
 from smoe_fairseq.errors import UsageError, naming_file
 from smoe_fairseq.subwords import CODES, SubwordNMT, checked_subwords
+from smoe_fairseq.translate.directions import MULTILINGUAL, check_languages, task_for, task_name
+from smoe_fairseq.translate.readout import Readout, Translation
+from smoe_fairseq.translate.text import BatchTranslator, Options, check_texts
 
 _NAMES = ("checkpoint_best.pt", "checkpoint_last.pt")
-_MOST_SHOWN = 50  # directions in a message
 
 
 def checkpoint_of(run: Path | str, name: str | None = None) -> Path:
@@ -206,18 +207,6 @@ _OTHERS = {
 }
 
 
-def _check_languages(run, task, given: Mapping[str, str], data: str) -> None:
-    """Raise UsageError if a bilingual task has another direction, or ``data`` no dictionary of a language."""
-    folder = split_paths(data)[0]
-    for name, lang in given.items():
-        trained = getattr(task, name, None)
-        if trained and trained != lang:
-            expected = f"expected {trained}, since it was trained for one direction"
-            raise UsageError(f"{run}: {name}={lang!r}: no such direction; {expected}")
-        if not Path(folder, f"dict.{lang}.txt").exists():
-            raise UsageError(f"{name}={lang!r}: {folder} has no dictionary of this language")
-
-
 class Translator(TrainedModel):
     """A `TrainedModel` that translates raw text; the direction is chosen at each call."""
 
@@ -242,9 +231,11 @@ class Translator(TrainedModel):
         def prepare(saved, overrides: dict, data: str) -> None:
             if instead := _OTHERS.get(task_name(saved.task)):
                 raise UsageError(f"{first} {instead}")
-            if not _is_multilingual(saved.task):  # a multilingual task gets its direction later
+            if (
+                task_name(saved.task) != MULTILINGUAL
+            ):  # a multilingual task gets its direction later
                 given = {name: lang for name, lang in languages.items() if lang is not None}
-                _check_languages(first, saved.task, given, data)
+                check_languages(first, saved.task, given, data)
                 overrides |= given
 
         translator = super().of_run(first, checkpoint_file, data, prepare, **overrides)
@@ -295,9 +286,6 @@ class Translator(TrainedModel):
 
     def _by_fairseq(self, sentences, beam, verbose, source_lang, target_lang, **options):
         """Translations by fairseq's search, with the text as in `translations`."""
-        from smoe_fairseq.translate.readout import Readout
-        from smoe_fairseq.translate.text import Options, check_texts
-
         check_texts(sentences)
         beam = Options(beam=self.cfg.generation.beam if beam is None else beam).beam
         source, target = source_lang or self.source_lang, target_lang or self.target_lang
@@ -316,7 +304,7 @@ class Translator(TrainedModel):
         target_lang: str | None = None,
         int8: bool = False,
         **options,
-    ) -> list:
+    ) -> list[Translation]:
         """Translate raw text by the search of ``smoe translate``; returns a `Translation` per sentence.
 
         The first call on a CPU copies the large weights into a faster layout; later changes of the weights
@@ -332,8 +320,6 @@ class Translator(TrainedModel):
         Raises:
             UsageError: the direction is unknown or ambiguous, or an option is unknown.
         """
-        from smoe_fairseq.translate.text import BatchTranslator, Options
-
         self._check_options(options)
         if isinstance(sentences, str):
             sentences = [sentences]
@@ -348,8 +334,6 @@ class Translator(TrainedModel):
 
     def _defaults(self) -> dict:
         """The options of our search, with the checkpoint's settings as defaults."""
-        from smoe_fairseq.translate.text import Options
-
         return {
             name: getattr(self.cfg.generation, name, default)
             for name, default in vars(Options()).items()
@@ -380,52 +364,5 @@ class Translator(TrainedModel):
         return super()._apply(*args, **options)
 
     def task_for(self, source: str | None, target: str | None, request: str | None = None):
-        """The task for the direction from ``source`` to ``target``, which may be None if unambiguous.
-
-        Args:
-            request: the name of the request in an error message.
-
-        Raises:
-            UsageError: the direction is unknown or ambiguous.
-        """
-        multilingual = _is_multilingual(self.cfg.task)
-        options = self.task.args if multilingual else self.task.cfg
-        known = [f"{options.source_lang}-{options.target_lang}"]
-        pairs = [(options.source_lang, options.target_lang)]  # codes such as zh-CN have hyphens
-        languages = set()  # of any direction, trained or not
-        if multilingual:
-            known, languages = list(self.task.lang_pairs), set(self.task.langs)
-            pairs = [tuple(pair.split("-")) for pair in known]
-        matches = [p for p in pairs if source in (None, p[0]) and target in (None, p[1])]
-        if not matches and source != target and {source, target} <= languages:
-            matches = [(source, target)]
-        if len(matches) != 1:
-            request = request or f"source_lang={source!r}, target_lang={target!r}"
-            problem = "several directions are possible" if matches else "no such direction"
-            expected = f"one of {', '.join(known)}"
-            if len(known) > _MOST_SHOWN:
-                wrong = next(
-                    (lang for lang in (source, target) if lang and lang not in languages), None
-                )
-                near = difflib.get_close_matches(wrong or "", languages, 3, 0.3)
-                expected = f"two of {len(languages)} languages"
-                expected += f"; {wrong} is none, but {', '.join(near)}" if near else ""
-            raise UsageError(f"{request}: {problem}; expected {expected}")
-        if not multilingual:
-            return self.task
-        task = copy.copy(self.task)  # calls for other directions may run at the same time
-        task.args = Namespace(**vars(options))
-        task.args.source_lang, task.args.target_lang = matches[0]
-        if options.fixed_dictionary:  # fairseq assigns it to the languages of the training only
-            dictionaries = task.data_manager.dicts
-            for language in matches[0]:
-                dictionaries.setdefault(language, task.source_dictionary)
-        return task
-
-
-def _is_multilingual(task_config) -> bool:
-    return task_name(task_config) == "translation_multi_simple_epoch"
-
-
-def task_name(task_config) -> str | None:
-    return getattr(task_config, "_name", None) or getattr(task_config, "task", None)
+        """See `smoe_fairseq.translate.directions.task_for`."""
+        return task_for(self.task, source, target, request)

@@ -118,7 +118,7 @@ def requested_capacity(
 
 
 class Readout:
-    """Converts results in the direction of ``task``, see `Translator.task_for`."""
+    """Converts results in the direction of ``task``, see `directions.task_for`."""
 
     def __init__(self, translator: GeneratorHubInterface, models: Sequence[nn.Module], task):
         self.translator, self.models = translator, models

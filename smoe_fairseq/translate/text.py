@@ -16,12 +16,13 @@ from torch import nn
 
 from smoe_fairseq.errors import UsageError
 from smoe_fairseq.flags import SURROGATE
+from smoe_fairseq.translate.directions import direction_of
 from smoe_fairseq.translate.int8 import check_int8, quantize
 from smoe_fairseq.translate.packed import can_pack, pack
 from smoe_fairseq.translate.readout import Readout, Translation, encoded, joined
 from smoe_fairseq.translate.search import BeamSearch, SearchOptions, option
 from smoe_fairseq.translate.sentences import divide, split_sentences
-from smoe_fairseq.translate.shortlist import Shortlist, direction_of
+from smoe_fairseq.translate.shortlist import Shortlist
 
 
 def by_length(lengths: Sequence[int], max_tokens: int) -> Iterator[list[int]]:
