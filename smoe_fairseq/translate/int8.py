@@ -11,7 +11,6 @@ Shapes: N rows, I inputs, O outputs, E experts.
 """
 
 import functools
-from math import inf
 
 import torch
 from torch import Tensor, nn
@@ -67,11 +66,18 @@ def quantized_rows(x_NI: Tensor) -> tuple[Tensor, Tensor]:
     Row n is ``scale_n * (q_n - zero)``, with ``zero = levels() + 1``.
     """
     most = levels()
-    scale_N1 = torch.linalg.vector_norm(x_NI, inf, dim=1, keepdim=True).clamp_(min=_TINY)
+    max_N1 = x_NI.abs().amax(1, keepdim=True)
+    # A float from 3 << 22 on has a unit in the last place of 1: the sum's lowest byte is q, rounded.
+    # A row of zeros gets arbitrary q; its scale is 0.
+    sum_NI = torch.addcmul(_offset(most + 1), x_NI, most / max_N1)
     q_NI = torch.empty(len(x_NI) + STEP, x_NI.shape[1], dtype=torch.uint8)
-    half = x_NI.new_tensor(most + 1.5)  # conversion to uint8 truncates
-    q_NI[: len(x_NI)] = torch.addcmul(half, x_NI, most / scale_N1)
-    return q_NI, scale_N1.div_(most)
+    q_NI[: len(x_NI)] = sum_NI.view(torch.int32)
+    return q_NI, max_N1.div_(most)
+
+
+@functools.cache
+def _offset(zero: int) -> Tensor:
+    return torch.tensor(float((3 << 22) + zero), dtype=torch.float32)
 
 
 class Int8Linear(nn.Module):

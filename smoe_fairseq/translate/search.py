@@ -47,7 +47,9 @@ def best_of_many(x_BV: Tensor, number: int) -> tuple[Tensor, Tensor]:
 
 
 _NEVER = float("-inf")
-_CACHE_BYTES = 3 << 20  # of log-probabilities at a time, on a CPU
+# Log-probabilities at a time, on a CPU: so many bytes stay in the cache, but fewer rows would read the
+# weights of the output projection more often than is worth it.
+_CACHE_BYTES, _LEAST_ROWS = 3 << 20, 160
 
 
 def option(default, words: str, least: float = -math.inf, most: float = math.inf):
@@ -283,7 +285,7 @@ class _Run:
         size = self.size
         part = batch
         if features[0].device.type == "cpu":
-            part = max(1, _CACHE_BYTES // (beam * size * 4))
+            part = max(1, max(_CACHE_BYTES // (size * 4), _LEAST_ROWS) // beam)
         parts = []
         for start in range(0, batch, part):
             sentences = slice(start, start + part)
