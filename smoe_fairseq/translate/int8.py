@@ -63,21 +63,22 @@ def _product(q_NI: Tensor, zero: int, packed: Tensor, scale_O: Tensor, zeros_O: 
 def quantized_rows(x_NI: Tensor) -> tuple[Tensor, Tensor]:
     """``q`` of type uint8, ``(N + STEP, I)`` with arbitrary last rows, and scales ``(N, 1)``.
 
-    Row n is ``scale_n * (q_n - zero)``, with ``zero = levels() + 1``.
+    Row n is ``scale_n / levels() * (q_n - zero)``, with ``zero = levels() + 1``.
     """
-    most = levels()
+    number, inputs = x_NI.shape
     max_N1 = x_NI.abs().amax(1, keepdim=True)
-    # A float from 3 << 22 on has a unit in the last place of 1: the sum's lowest byte is q, rounded.
+    # From 3 << 22 on, a float's last bit has the value 1: the sum's lowest byte is q, rounded.
     # A row of zeros gets arbitrary q; its scale is 0.
-    sum_NI = torch.addcmul(_offset(most + 1), x_NI, most / max_N1)
-    q_NI = torch.empty(len(x_NI) + STEP, x_NI.shape[1], dtype=torch.uint8)
-    q_NI[: len(x_NI)] = sum_NI.view(torch.int32)
-    return q_NI, max_N1.div_(most)
+    most, offset = _constants(levels())
+    sum_NI = torch.addcmul(offset, x_NI, most / max_N1)
+    q_NI = torch.empty(number + STEP, inputs, dtype=torch.uint8)
+    q_NI[:number] = sum_NI.view(torch.int32)
+    return q_NI, max_N1
 
 
 @functools.cache
-def _offset(zero: int) -> Tensor:
-    return torch.tensor(float((3 << 22) + zero), dtype=torch.float32)
+def _constants(most: int) -> tuple[Tensor, ...]:
+    return torch.tensor([most, (3 << 22) + most + 1], dtype=torch.float32).unbind()
 
 
 class Int8Linear(nn.Module):
@@ -87,13 +88,16 @@ class Int8Linear(nn.Module):
         super().__init__()
         weight_OI = weight_OI.detach().float()
         scale_O = (weight_OI.abs().amax(1) / 127).clamp_(min=_TINY)
-        self.scale_O, self.zeros_O = scale_O, torch.zeros_like(scale_O, dtype=torch.int32)
         self.packed = _packed((weight_OI / scale_O.unsqueeze(1)).round_().to(torch.int8))
-        self.bias_O = torch.zeros_like(scale_O) if bias_O is None else bias_O.detach().float()
+        self.scale_O, self.zeros_O = (
+            scale_O / levels(),
+            torch.zeros_like(scale_O, dtype=torch.int32),
+        )
+        self.bias_O = None if bias_O is None else bias_O.detach().float()
 
     def forward(self, x: Tensor) -> Tensor:
         x_NI = x.reshape(-1, x.shape[-1]).float()
-        y_NO = self.apply_rows(*quantized_rows(x_NI), 0, len(x_NI))
+        y_NO = self.apply_rows(*quantized_rows(x_NI), 0, x_NI.shape[0])
         return y_NO.view(*x.shape[:-1], y_NO.shape[1])
 
     prepare = staticmethod(quantized_rows)
@@ -104,7 +108,12 @@ class Int8Linear(nn.Module):
             return scale_N1.new_zeros(0, len(self.scale_O))
         until = start + (end - start + STEP - 1) // STEP * STEP
         y_NO = _product(q_NI[start:until], levels() + 1, self.packed, self.scale_O, self.zeros_O)
-        return torch.addcmul(self.bias_O, y_NO[: end - start], scale_N1[start:end])
+        y_NO, scale_N1 = y_NO[: end - start], scale_N1[start:end]
+        return (
+            y_NO.mul_(scale_N1)
+            if self.bias_O is None
+            else torch.addcmul(self.bias_O, y_NO, scale_N1)
+        )
 
 
 def quantize(model: nn.Module, min_weights: int | None = None) -> None:
