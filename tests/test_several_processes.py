@@ -1,13 +1,15 @@
 """Several processes that all hold all experts, or none: start, resume, finetune, validate, any back end."""
 
 import json
+import os
 import re
+from pathlib import Path
 
 import pytest
 import torch
 from commands import PLUGIN, TINY
 from sampling import soak
-from test_expert_parallel import flags
+from test_expert_parallel import flags, whole
 
 from smoe_fairseq.compat.patches_training import STOCK_LAYER_COPIES
 
@@ -75,6 +77,82 @@ def test_a_resumed_run_equals_an_uninterrupted_one(
         run = ranks.train(tmp_path / "logs", world_size, *arguments)
     assert f"Loaded checkpoint {tmp_path / 'parts' / LAST}" in run.output(0)
     assert_same_bits(content(tmp_path / "parts"), content(tmp_path / "whole"))
+
+
+def in_small_buckets(path, arguments, fails=False):
+    """``fairseq-train`` with many buckets; writes how many gradients were incomplete as each was sent."""
+    import sys
+
+    from fairseq_cli import train
+
+    import smoe_fairseq.training.trainer  # noqa: F401
+    from smoe_fairseq.training.reduction import Reduction
+
+    arrive, send, later = Reduction._arrived, Reduction._send, []
+
+    def arrived(reduction, parameter):
+        reduction.in_backward = True
+        arrive(reduction, parameter)
+        reduction.in_backward = False
+        if fails and os.environ["RANK"] == "0" and reduction.num_sent >= 7:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    def logged(reduction):
+        others = sum(reduction.incomplete[reduction.num_sent + 1 :])
+        later.append(others if getattr(reduction, "in_backward", False) else 0)
+        send(reduction)
+
+    Reduction._arrived, Reduction._send = arrived, logged
+    sys.modules["smoe_fairseq.training.reduction"].BUCKET = 2**14
+    sys.argv = ["fairseq-train", *arguments]
+    train.cli_main()
+    if os.environ["RANK"] == "0":
+        Path(path).write_text(json.dumps(later))
+
+
+EXCHANGES = {
+    "plain": [],
+    "parts": ["--update-freq", "2"],
+    "checkpointed": ["--checkpoint-activations"],
+    "skipped": ["--encoder-layerdrop", "0.5", "--moe-gating-dropout", "0.5"],
+    "sharded": ["--expert-parallel"],
+    "stock": [],
+}
+
+
+@pytest.mark.parametrize(
+    "name", [soak(name) if name in ("stock", "skipped") else name for name in EXCHANGES]
+)
+def test_gradients_travel_while_others_are_computed(ranks, small_corpus, tmp_path, name):
+    make = stock if name == "stock" else flags
+    more = ["--ddp-backend", "legacy_ddp", "--batch-size", 4, "--max-update", 5, *EXCHANGES[name]]
+    words = list(map(str, make(small_corpus, tmp_path / "small", *more)))
+    run = ranks.start(tmp_path, 2, str(tmp_path / "later.json"), words, function=in_small_buckets)
+    run.finish()
+    later = json.loads((tmp_path / "later.json").read_text())
+    updates = [later[i : i + len(later) // 5] for i in range(0, len(later), len(later) // 5)]
+    assert len(updates) == 5 and len(updates[0]) > 5
+    overlapped = [sum(count > 0 for count in update) for update in updates]
+    assert overlapped[:2] == [0, 0]
+    if name == "sharded":
+        assert not any(overlapped)
+    else:
+        assert min(overlapped[2:]) > len(updates[0]) / 2
+    ranks.train(tmp_path, 2, *make(small_corpus, tmp_path / "one", *more))  # a single bucket
+    small, one = tmp_path / "small", tmp_path / "one"
+    if name == "sharded":
+        assert_equal(whole(small), whole(one), name)
+    else:
+        assert_same_bits(content(small), content(one))
+
+
+def test_memory_that_runs_out_within_the_backward_pass(ranks, small_corpus, tmp_path):
+    """fairseq ends a run whose ranks have different gradient norms."""
+    more = ["--ddp-backend", "legacy_ddp", "--batch-size", 4, "--max-update", 5]
+    words = list(map(str, flags(small_corpus, tmp_path, *more)))
+    path = str(tmp_path / "sent.json")
+    run = ranks.start(tmp_path, 2, path, words, True, function=in_small_buckets).finish()
+    assert run.output(0).count("a batch was skipped") == 3
 
 
 @pytest.mark.parametrize("model", ["smoe", soak("stock")])

@@ -32,7 +32,9 @@ from smoe_fairseq.modules.branches import FeedForward
 from smoe_fairseq.modules.parallel import Placement
 
 LENGTH = 32  # tokens of a sentence, if the data is unknown
-BUFFER = 2**28  # numbers that legacy_ddp sends at a time
+COPIES = (
+    2 * 25 * 2**20
+)  # bytes of gradients that legacy_ddp copies at a time (training/reduction.py)
 # Memory besides the tensors, as measured (docs/cost.md). On a CPU: bytes of a process, and gaps that malloc
 # leaves, relative to the tensors. On a GPU: the context and gaps between blocks, as a share of all memory.
 CPU_PROCESS, CPU_GAPS, GPU_SHARE = 400 * 2**20, 1 / 3, 0.1
@@ -280,10 +282,9 @@ def _terms(run: Run) -> tuple[Forecast, float, list[tuple[float, float]]]:
     elif run.is_half:
         optimizer += 8 * size
         largest = largest if flags.fp16_no_flatten_grads else size
-    exchange = size if run.processes > 1 else 0
+    exchange = size * run.bytes if run.processes > 1 else 0
     if flags.ddp_backend in ("legacy_ddp", "no_c10d"):
-        exchange = min(exchange, BUFFER)
-    exchange *= run.bytes
+        exchange = min(exchange, COPIES)
     gradients = size * run.bytes
     kept, at_loss, in_layer, maps = _per_token(run)
     held = weights + optimizer + exchange

@@ -1,6 +1,5 @@
-"""Gradients and optimizer state of sharded experts."""
+"""The gradient norm and the optimizer state of sharded experts."""
 
-import functools
 from collections.abc import Iterator
 from itertools import chain
 
@@ -11,33 +10,8 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim import Optimizer
 
 from smoe_fairseq.compat.replacing import replaces
-from smoe_fairseq.models.transformer import experts_of
 from smoe_fairseq.modules.parallel import Placement
 from smoe_fairseq.training.foreach import HALF
-
-
-@replaces(
-    "fairseq.distributed.legacy_distributed_data_parallel:LegacyDistributedDataParallel.all_reduce_grads"
-)
-def sum_over_replicas(original, wrapper):
-    """Sum gradients of experts, which ``legacy_ddp`` skips, over the ranks with the same experts."""
-    original(wrapper)
-    if wrapper.accumulate_grads:
-        return
-    for experts in experts_of(wrapper.module).values():
-        place = experts.placement
-        if place.num_replicas > 1:
-            group = _replica_group(place.num_experts, place.world_size)
-            for parameter in experts.parameters():
-                if parameter.grad is not None:
-                    dist.all_reduce(parameter.grad, group=group)
-
-
-@functools.cache
-def _replica_group(num_experts: int, world_size: int):
-    """The ranks that hold the same experts as this one. A collective call."""
-    groups = [dist.new_group(list(range(e, world_size, num_experts))) for e in range(num_experts)]
-    return groups[dist.get_rank() % num_experts]
 
 
 class ExpertNorm:

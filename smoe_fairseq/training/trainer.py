@@ -26,7 +26,15 @@ from smoe_fairseq.models import transformer
 from smoe_fairseq.models.memory import same_batch
 from smoe_fairseq.modules.experts import cast_once
 from smoe_fairseq.modules.registry import plugins_of
-from smoe_fairseq.training import launch, program, saving, screen, sharded_checkpoints, translations
+from smoe_fairseq.training import (
+    launch,
+    program,
+    reduction,
+    saving,
+    screen,
+    sharded_checkpoints,
+    translations,
+)
 from smoe_fairseq.training.gradients import ExpertNorm
 from smoe_fairseq.training.subword_sampling import sample_subwords
 
@@ -360,6 +368,8 @@ class SMoETrainer(Trainer):
 
     def _aggregate_logging_outputs(self, logging_outputs, *numbers, ignore=False):
         """As fairseq's; a rank whose batches all ran out of memory contributes zeros."""
+        if self.in_update:
+            reduction.send_rest(self.model)
         if logging_outputs:
             self.known_logs = logging_outputs[:1]
         elif not self.known_logs:
