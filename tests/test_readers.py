@@ -7,6 +7,7 @@ import lzma
 import random
 import sys
 import unicodedata
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -20,8 +21,9 @@ from test_recipes import write_dataset, write_text
 from smoe_fairseq.cli import main
 from smoe_fairseq.errors import UsageError
 from smoe_fairseq.recipes.data import readers
+from smoe_fairseq.recipes.data.finding import find, hash_position
 from smoe_fairseq.recipes.data.normalization import plain
-from smoe_fairseq.recipes.data.raw import find, gather, hash_position
+from smoe_fairseq.recipes.data.raw import gather
 from smoe_fairseq.recipes.data.subwords import learn_from
 from smoe_fairseq.recipes.datasets import load_dataset
 
@@ -242,6 +244,85 @@ def test_files_are_found_by_the_meaning_of_their_names(tmp_path, dataset):
         (tmp_path / f"{name}.txt").write_text(f"{name}\n" * 400)
     gather(dataset(), tmp_path, tmp_path / "raw")
     assert (tmp_path / "raw/valid.en-ha.ha").read_text().startswith("hau_Latn\n")
+
+
+NAMED = {  # files without .gz; settings; a word of the error that a folder without these settings ends in
+    "dev": (["train.tsv", "dev.tsv", "test.tsv"], {"splits": {"valid": "dev"}}, "valid: dev"),
+    "files": (
+        ["train.tsv", "dev.tsv"],
+        {"files": "{split}.tsv", "splits": {"valid": "dev"}},
+        "dev",
+    ),
+    "lines": (["train", "dev", "test"], {"splits": {"valid": "dev"}}, "valid: dev"),
+    "valid": (["train", "valid", "test"], {}, ""),
+    "txt": (["train.*.txt", "valid.*.txt"], {}, ""),
+    "meant": (["train.eng-hau.*", "valid.en-ha.*", "test.hau-eng.*"], {}, ""),
+    "meant lines": (["train.eng_Latn-hau_Latn.tsv", "valid.*"], {}, ""),
+    "pair": (["train.en-ha.*", "dev.en-ha.*"], {"splits": {"valid": "dev"}}, "valid: dev"),
+    "one": (["eng-hau.*"], {}, ""),
+    "both": (
+        ["eng_to_ha.json", "dev.json"],
+        {"splits": {"train": "eng_to_ha", "valid": "dev"}},
+        "dev",
+    ),
+    "sides": (
+        ["train.src", "train.tgt", "valid.src", "valid.tgt"],
+        {"files": "{split}.{code}", "codes": {"en": "src", "ha": "tgt"}},
+        "codes: {en: src, ha: tgt}",
+    ),
+    "memory": (["opus.tmx"], {"files": "opus.tmx"}, "files: opus.tmx"),
+    "memories": (
+        ["a.tmx", "b.tmx"],
+        {"files": {"train": "a.tmx", "valid": "b.tmx"}},
+        "{train: a.tmx, valid: b.tmx}",
+    ),
+    "zip": (["corpus.zip"], None, "corpus.zip"),
+    "half": (["train.en", "valid.en"], None, "train.en"),
+}
+
+
+@pytest.mark.parametrize("kind", NAMED)
+def test_names_that_files_have(tmp_path, dataset, kind):
+    names, settings, told = NAMED[kind]
+    text = [(f"en {i}", f"ha {i}") for i in range(400)]
+    for name in names:
+        of_both = next((form for ending, form in FORMATS.items() if name.endswith(ending)), None)
+        if name.endswith((".src", ".tgt", ".zip", ".en")):
+            (tmp_path / name).write_text("a\n" * 9)
+        elif of_both:
+            content = FORMATS["tsv" if name.endswith("tsv") else name.split(".")[-1]](text)
+            (tmp_path / name).write_text(content)
+        else:
+            name = name if "*" in name else f"{name}.*"
+            for side, ending in enumerate(("eng", "hau") if "eng" in name else ("en", "ha")):
+                lines = "".join(f"{pair[side]}\n" for pair in text)
+                (tmp_path / name.replace("*", ending)).write_text(lines)
+    own = dataset()
+    if told:
+        with pytest.raises(UsageError) as refused:
+            gather(own, tmp_path, tmp_path / "raw")
+        assert told in str(refused.value) and not (tmp_path / "raw").exists()
+    if settings is not None:
+        gather(replace(own, raw=own.raw | settings), tmp_path, tmp_path / "raw")
+        assert lines_of_pairs(tmp_path / "raw/valid.en-ha")
+
+
+def lines_of_pairs(prefix: Path) -> list[tuple[str, str]]:
+    sides = (Path(f"{prefix}.{language}").read_text().splitlines() for language in ("en", "ha"))
+    pairs = [*zip(*sides, strict=True)]
+    assert pairs == [(a, a.replace("en", "ha")) for a, _ in pairs]
+    return pairs
+
+
+def test_quotes_of_a_spreadsheet(tmp_path, dataset):
+    cells = ['"he said ""hi"""', '"Hello," he said, "you."', '"a """b"', '"all"', '"x"" y"']
+    for split in ("train", "valid", "test"):
+        text = "en\tha\n" + "".join(f"{i} {cell}\t{cell}\n" for i, cell in enumerate(cells))
+        (tmp_path / f"{split}.tsv").write_text(text)
+    gather(dataset(clean={"quotes": "strip"}), tmp_path, tmp_path / "raw")
+    for split in ("train", "valid", "test"):
+        found = lines(tmp_path / "raw", f"{split}.en-ha.ha")
+        assert found == ['he said "hi"', cells[1], cells[2], cells[3], 'x" y']
 
 
 def test_a_file_of_both_languages_has_a_known_ending(tmp_path, dataset):
@@ -615,7 +696,7 @@ def test_the_table_tells_what_is_odd(tmp_path, capfd):
     assert found["tests in training"].startswith("12 / 12 / 12") and "overlap: drop" in done.stderr
     assert "split: hash" not in done.stderr
     assert found["read"] == "314" and found["best chrF++"] == "100.0"
-    assert "1 training pairs are quoted" in done.stderr
+    assert "1 training pairs have" in done.stderr and "{quotes: strip}" in done.stderr
 
 
 def test_what_is_dropped_already_is_not_advised_again(tmp_path):

@@ -122,6 +122,7 @@ SCHEMA: dict[str, Any] = {
         repeated=_DROP,
         equal=_DROP,
         overlap=_DROP | {"drop-all"},
+        quotes={"strip", "keep"},
     ),
     "subwords": _FLAGS,
     "task": _FLAGS,

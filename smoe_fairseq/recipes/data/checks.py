@@ -16,6 +16,7 @@ from smoe_fairseq.languages import words_in
 from smoe_fairseq.recipes.data import readers
 from smoe_fairseq.recipes.data.binarise import UNKNOWN, read_index, token_dtype
 from smoe_fairseq.recipes.data.faults import MAX_RATIO, MAX_WORDS, SIDES, Faults
+from smoe_fairseq.recipes.data.normalization import unquoted
 from smoe_fairseq.recipes.data.text_files import parallel_map
 from smoe_fairseq.recipes.datasets import Dataset
 from smoe_fairseq.recipes.evaluation.metrics import tokenizer_of
@@ -80,9 +81,7 @@ def _row(dataset: Dataset, folders: Folders, pair: str) -> Row:
     others = set().union(*(_tests(folders, other) for other in dataset.pairs if other != pair))
     for source, target in readers.pairs(training):
         counts["kept"] += 1
-        counts["quoted"] += any(
-            s[:1] == s[-1:] == '"' and '""' in s[1:-1] for s in (source, target)
-        )
+        counts["quoted"] += any(unquoted(side) != side for side in (source, target))
         row.seen |= others & {(languages[0], source), (languages[1], target)}
         counts.update(faults.of(source, target))
         for language, line in zip(languages, (source, target)):
@@ -191,8 +190,8 @@ def _advice(row: Row, dataset: Dataset) -> Iterator[str]:
         if counts[name] * 10 > kept and dataset.clean.get(name) != "drop":
             yield f"{counts[name]:,} training pairs {words}: set `clean: {{{name}: drop}}`"
     if quoted := counts["quoted"]:
-        quotes = "are quoted as a spreadsheet quotes them, and the quotes are kept as text"
-        yield f"{quoted:,} training pairs {quotes}: export them without quotes"
+        quotes = "have the quotes that a spreadsheet adds"
+        yield f"{quoted:,} training pairs {quotes}: set `clean: {{quotes: strip}}`"
     if (number := counts["max-ratio"]) * 100 > kept and "max-ratio" not in dataset.clean:
         unlike = f"one side has more than {MAX_RATIO} times the words of the other"
         yield f"in {number:,} training pairs {unlike}: set `clean: {{max-ratio: {MAX_RATIO}}}`"

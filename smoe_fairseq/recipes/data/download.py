@@ -23,7 +23,7 @@ from typing import IO
 
 from smoe_fairseq.errors import UsageError
 from smoe_fairseq.files import check_plain, open_plain, put_in_place, whole_folder, write_whole
-from smoe_fairseq.recipes.data.raw import all_publisher_names
+from smoe_fairseq.recipes.data.finding import all_publisher_names
 from smoe_fairseq.recipes.data.readers import COMPRESSED, MAGIC, compression_of
 from smoe_fairseq.recipes.datasets import Dataset
 

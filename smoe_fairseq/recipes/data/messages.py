@@ -14,8 +14,9 @@ import polib
 from smoe_fairseq.errors import UsageError
 from smoe_fairseq.languages import assign
 from smoe_fairseq.recipes.data.download import read_members
+from smoe_fairseq.recipes.data.finding import SPLITS, Section, hash_position
 from smoe_fairseq.recipes.data.normalization import plain as normalized
-from smoe_fairseq.recipes.data.raw import SPLITS, Section, hash_position, write
+from smoe_fairseq.recipes.data.raw import write
 from smoe_fairseq.recipes.datasets import Dataset
 from smoe_fairseq.recipes.processes import warn
 

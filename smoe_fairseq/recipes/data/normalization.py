@@ -35,6 +35,13 @@ def plain(text: str) -> str:
     return " ".join(unicodedata.normalize("NFC", _REMOVED.sub("", text)).split())
 
 
+def unquoted(text: str) -> str:
+    """A cell without the quotes that a spreadsheet adds: one at each end, and each one inside doubled."""
+    inner = text[1:-1]
+    is_quoted = text[:1] == text[-1:] == '"' and '""' in inner
+    return inner.replace('""', '"') if is_quoted and '"' not in inner.replace('""', "") else text
+
+
 @cache
 def nfc_rules() -> str:
     """The table above for sentencepiece's ``normalization_rule_tsv``.

@@ -1,0 +1,360 @@
+"""Which files of a folder have the text of a pair for a split, by their names and the settings."""
+
+import functools
+import hashlib
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from smoe_fairseq.errors import UsageError
+from smoe_fairseq.languages import assign
+from smoe_fairseq.recipes.data import readers
+from smoe_fairseq.recipes.data.normalization import plain, unquoted
+from smoe_fairseq.recipes.data.readers import COMPRESSED, READERS, Pair
+from smoe_fairseq.recipes.datasets import Dataset, both_orders
+
+SPLITS = ("train", "valid", "test")
+SHARED = "{split}.{pair}.{language}"
+_ALSO = {"valid": ("dev", "val", "validation", "devel"), "train": ("training",), "test": ("tst",)}
+_CALLED = {"train": "training", "valid": "validation", "test": "test"}
+_SIDES = (("src", "tgt"), ("source", "target"))  # endings that do not tell the language
+_ARCHIVES = (".zip", ".tar", ".tgz", ".tar.gz", ".tar.xz", ".tar.bz2", ".7z", ".rar")
+ByLanguage = dict[str, Path | None]
+
+
+@dataclass(frozen=True)
+class Section:
+    """Some of the sentences of a pair of languages."""
+
+    files: ByLanguage  # both languages may have the same file
+    start: int = 0
+    stop: int | None = None
+    hash_range: tuple[float, float] | None = None  # bounds of the `hash_position` of the first side
+    elsewhere: Callable[[], Iterable[Pair]] | None = None  # yields the pairs, in place of files
+    codes: Mapping[str, str] = field(
+        default_factory=dict
+    )  # the files' names of languages (``raw.codes``)
+    unquote: bool = False  # remove the quotes of spreadsheets
+
+    @property
+    def is_divided(self) -> bool:
+        """Whether it is a part of a text that holds all splits."""
+        return self.hash_range is not None or self.stop is not None
+
+    @property
+    def size(self) -> int:
+        """Bytes to read, as an estimate: compressed files count three times."""
+        files = {file for file in self.files.values() if file is not None}
+        return sum(file.stat().st_size * (3 if file.suffix in COMPRESSED else 1) for file in files)
+
+    def pairs(self) -> Iterator[Pair]:
+        """The sentences, normalised by `plain`; raises as `readers.pairs`."""
+        pairs = self.elsewhere() if self.elsewhere else readers.pairs(self.files, self.codes)
+        clean = (lambda text: unquoted(plain(text))) if self.unquote else plain
+        pairs = (tuple(side and clean(side) for side in pair) for pair in pairs)
+        if self.hash_range is not None:
+            low, high = self.hash_range
+            pairs = (pair for pair in pairs if low <= hash_position(pair[0] or "") < high)
+        return islice(pairs, self.start, self.stop)
+
+
+def hash_position(text: str) -> float:
+    """A hash in [0, 1) of the text's letters and digits, ignoring case."""
+    words = " ".join(re.findall(r"\w+", text.casefold()))
+    return int.from_bytes(hashlib.sha256(words.encode()).digest()[:8]) / 2**64
+
+
+def find(dataset: Dataset, source: Path, split: str, pair: str) -> Section | None:
+    """The text of a pair in ``source``; None if there is none.
+
+    The setting ``source`` of the data set comes first. Then a file per language: at its publisher's path
+    (``raw.files``), or directly in ``source``, such as ``train.en-ha.ha`` or ``train.ha``. Or a file for both
+    languages (see `readers`), such as ``train.en-ha.tsv`` or ``train.tmx``. Last, text that is not split:
+    named by ``raw.files`` alike for all splits, a ``{language}.txt`` for each language,
+    ``{pair}.{language}`` or ``{pair}.tsv``, which are split by ``raw.parallel`` and ``raw.split``. All of
+    these may be compressed. ``raw.splits`` gives other names of the splits. Names of languages match by
+    meaning if none is the same.
+
+    Raises UsageError if several match, and for settings that give one text to train and to validate or test.
+    """
+    languages = pair.split("-")
+    codes = dataset.raw.get("codes", {})
+    named = readers.Languages(languages, codes)
+    make = functools.partial(Section, codes=codes, unquote=dataset.clean.get("quotes") == "strip")
+    if split == "test" and (name := dataset.source.get("sacrebleu")):
+        return Section(readers.sacrebleu_files(name, named))
+    if dataset.source.get("datasets"):
+        names = {each: dataset.source.get("splits", {}).get(each, each) for each in SPLITS}
+        _check_other("source.splits", names, split, dataset)
+        load = functools.partial(readers.read_datasets, dataset.source, split, named)
+        return make(dict.fromkeys(languages), elsewhere=load)
+    names = {each: publisher_names(dataset, each, pair, languages[0]) for each in SPLITS}
+    if not (undivided := len({*names.values()}) == 1):
+        _check_other("raw.files" if "files" in dataset.raw else "raw.splits", names, split, dataset)
+    place = _Place(source, languages, codes, dataset.languages)
+    published = {lang: _published(dataset, source, split, pair, lang) for lang in languages}
+    for by_meaning in (False, True):
+        for name in dict.fromkeys((dataset.raw.get("splits", {}).get(split, split), split)):
+            shared = place.by_language(f"{name}.{pair}.")
+            own = {x: (None if undivided else published[x]) or shared[x] for x in languages}
+            candidates = [own, *place.of_split(name, by_meaning)]
+            if found := _only_one(candidates):
+                return make(found)
+        candidates = [published if undivided else {}, *place.unsplit(by_meaning)]
+        if found := _only_one(candidates[:1]) or _only_one(candidates):
+            return make({x: found[x] for x in languages}, **_part(dataset, found, split))
+    return None
+
+
+def _check_other(setting: str, names: Mapping[str, Any], split: str, dataset: Dataset) -> None:
+    """Raise UsageError if a setting names the training text for another split."""
+    if split != "train" and names[split] == names["train"]:
+        same = f"`{setting}` names the same text for train and {split}"
+        raise UsageError(f"{dataset.name}: {same}: expected another for {split}")
+
+
+@dataclass(frozen=True)
+class _Place:
+    """A folder, with the languages of a pair, the publisher's codes, and all languages of the data set."""
+
+    source: Path
+    languages: list[str]
+    codes: Mapping[str, str]
+    all_languages: tuple[str, ...]
+
+    def of_split(self, split: str, by_meaning: bool) -> list[ByLanguage]:
+        """Candidates for the text of a split, by the names that it may have."""
+        pairs = self.pairs(f"{split}.", by_meaning)
+        of_languages = [(f"{split}.{order}.", "") for order in pairs]
+        of_languages += [(f"{split}.", ""), (f"{split}.", ".txt")]
+        of_both = self.of_both(f"{split}.{order}" for order in pairs) or self.of_both([split])
+        found = [self.by_language(*ends, by_meaning=by_meaning) for ends in of_languages]
+        return [*found, dict.fromkeys(self.languages, of_both)]
+
+    def unsplit(self, by_meaning: bool) -> list[ByLanguage]:
+        """Candidates for text that is not split."""
+        pairs = self.pairs("", by_meaning)
+        of_all = self.by_language("", ".txt", self.all_languages, by_meaning)
+        of_pair = [self.by_language(f"{order}.", "", by_meaning=by_meaning) for order in pairs]
+        return [of_all, *of_pair, dict.fromkeys(self.languages, self.of_both(pairs))]
+
+    def by_language(
+        self, before: str, after: str = "", languages: Iterable[str] = (), by_meaning: bool = False
+    ) -> ByLanguage:
+        """The file ``{before}{language}{after}`` of each language, of the pair by default."""
+        languages = tuple(languages or self.languages)
+        meant = languages
+        if by_meaning:
+            wanted = tuple(self.codes.get(each, each) for each in self.all_languages)
+            names = dict(zip(self.all_languages, assign(wanted, self.middles(before, after))))
+            meant = tuple(names.get(each) or each for each in languages)
+        return {
+            own: _existing(self.source / f"{before}{name}{after}")
+            or _existing(self.source / f"{before}{self.codes.get(own, own)}{after}")
+            for own, name in zip(languages, meant, strict=True)
+        }
+
+    def of_both(self, stems: Iterable[str]) -> Path | None:
+        """A file that holds both languages and has one of the names; raises UsageError if several are."""
+        files = [*filter(None, (_existing(self.source / stem, READERS) for stem in stems))]
+        if len(files) > 1:
+            raise UsageError(f"{files[0]} and {files[1]} both match the pair: keep one of them")
+        return files[0] if files else None
+
+    def pairs(self, before: str, by_meaning: bool) -> list[str]:
+        """The names of the pair, in either order; by meaning those in names of files after ``before``."""
+        first, second = self.languages
+        known = [(first, second), tuple(self.codes.get(each, each) for each in self.languages)]
+        exact = [
+            *dict.fromkeys(f"{a}-{b}" for one, two in known for a, b in ((one, two), (two, one)))
+        ]
+        if not by_meaning:
+            return exact
+        wanted, found = known[1], {}
+        for middle in self.middles(before, ""):
+            stem = middle.partition(".")[0]
+            for hyphen in re.finditer("-", stem):
+                names = (stem[: hyphen.start()], stem[hyphen.end() :])
+                if None not in assign(wanted, names) and stem not in exact:
+                    found[stem] = None
+        return [*found]
+
+    def middles(self, before: str, after: str) -> tuple[str, ...]:
+        """What the names of files have between these ends, without the ending of a compression."""
+        names = {_plain_name(path) for path in self.source.glob("*")}
+        ends = len(before) + len(after)
+        between = (n for n in names if n.startswith(before) and n.endswith(after) and len(n) > ends)
+        return tuple(sorted(name[len(before) : len(name) - len(after)] for name in between))
+
+
+def _plain_name(path: Path) -> str:
+    return path.stem if path.suffix in COMPRESSED else path.name
+
+
+def _published(dataset: Dataset, source: Path, split: str, pair: str, language: str) -> Path | None:
+    """The publisher's file, at its path or directly in ``source``; None if there is none."""
+    if "files" not in dataset.raw:
+        return None
+    names = publisher_names(dataset, split, pair, language)
+    names += tuple(Path(name).name for name in names)
+    return next(filter(None, (_existing(source / name) for name in names)), None)
+
+
+def _only_one(candidates: Iterable[ByLanguage]) -> dict[str, Path] | None:
+    """The files by language that are all there; raises UsageError if several candidates are."""
+    complete = [files for files in candidates if files and None not in files.values()]
+    if other := next((files for files in complete if files != complete[0]), None):
+        first, second = (next(iter(files.values())) for files in (complete[0], other))
+        raise UsageError(f"{first} and {second} both match: keep one of them")
+    return complete[0] if complete else None
+
+
+def _existing(path: Path, endings: Iterable[str] = ("",)) -> Path | None:
+    """The file with one of the endings, plain or compressed; raises UsageError if there are several."""
+    names = (f"{path}{ending}{compressed}" for ending in endings for compressed in COMPRESSED)
+    files = [*map(Path, filter(os.path.lexists, names))]
+    if len(files) > 1:
+        raise UsageError(f"{files[0]} and {files[1]} both match: keep one of them")
+    return files[0] if files else None
+
+
+def publisher_names(dataset: Dataset, split: str, pair: str, language: str) -> tuple[str, ...]:
+    """The possible names of a publisher's file, by the pattern ``raw.files`` with the pair in either order.
+
+    In the pattern, ``{code}`` is the publisher's code of the language (``raw.codes``), ``{sorted}`` is the
+    pair in alphabetical order, and ``{split}`` is the publisher's name of the split (``raw.splits``).
+    """
+    patterns = dataset.raw.get("files", SHARED)
+    pattern = patterns if isinstance(patterns, str) else patterns.get(split, SHARED)
+    words = {
+        "split": dataset.raw.get("splits", {}).get(split, split),
+        "sorted": "-".join(sorted(pair.split("-"))),
+        "language": language,
+        "code": dataset.raw.get("codes", {}).get(language, language),
+    }
+    return tuple(dict.fromkeys(pattern.format(pair=order, **words) for order in both_orders(pair)))
+
+
+def all_publisher_names(dataset: Dataset) -> tuple[tuple[str, ...], ...]:
+    """The possible names of each of a publisher's files."""
+    files = (
+        publisher_names(dataset, split, pair, language)
+        for split in SPLITS
+        for pair in dataset.pairs
+        for language in pair.split("-")
+    )
+    return tuple(dict.fromkeys(files))
+
+
+def _part(dataset: Dataset, files: Mapping[str, Path], split: str) -> dict[str, Any]:
+    """Which part of an unsplit text a split is, as arguments of `Section`."""
+    changed = tuple(file.stat().st_mtime_ns for file in files.values())
+    codes = dataset.raw.get("codes", {})
+    total = _count(tuple(files.items()), tuple(codes.items()), changed)
+    tested = dataset.raw["parallel"]["test"]
+    held = tested + dataset.raw["parallel"]["valid"]
+    if held >= total:
+        expected = "more than raw.parallel of the data set has for validation and test"
+        file = next(iter(files.values()))
+        raise UsageError(f"{file} has {total} lines: expected {expected}, {held}")
+    start, stop = {"test": (0, tested), "valid": (tested, held), "train": (held, total)}[split]
+    if dataset.raw.get("split") == "hash":
+        return {"hash_range": (start / total, stop / total)}
+    return {"start": total - stop, "stop": total - start}  # the last lines are the test
+
+
+@functools.cache  # called for each split and pair
+def _count(
+    files: tuple[tuple[str, Path], ...],
+    codes: tuple[tuple[str, str], ...],
+    _changed: tuple[int, ...],
+) -> int:
+    """The number of pairs of lines; raises UsageError if files have different numbers of lines."""
+    (_, first), *others = files
+    if readers.ending_of(first):
+        return sum(1 for _ in readers.pairs(dict(files), dict(codes)))
+    lengths = {file: sum(1 for _ in readers.lines(file)) for _, file in files}
+    if odd := next((file for _, file in others if lengths[file] != lengths[first]), None):
+        both = f"{first} has {lengths[first]} lines and {odd} {lengths[odd]}"
+        raise UsageError(f"{both}: line n of all languages has to be the same sentence")
+    return lengths[first]
+
+
+def missing(dataset: Dataset, source: Path, split: str, pair: str) -> str:
+    """That a folder lacks the text of a pair for a split, and what can be done with the files that it has."""
+    first, second = pair.split("-")
+    expected = f"{split}.{pair}.tsv, or {split}.{first} and {split}.{second}"
+    if "files" in dataset.raw:
+        names = (publisher_names(dataset, split, pair, each)[0] for each in (first, second))
+        expected = f"{' and '.join(dict.fromkeys(names))} by `raw.files`"
+    lacks = f"{source} has no {_CALLED[split]} set of {pair}: expected {expected}"
+    return f"{lacks}; {_remedy(dataset, source, split, pair)}"
+
+
+def _remedy(dataset: Dataset, source: Path, split: str, pair: str) -> str:
+    languages, codes = pair.split("-"), dataset.raw.get("codes", {})
+    there = sorted(path.name for path in source.glob("[!.]*"))
+    place = _Place(source, languages, codes, dataset.languages)
+    halves = [place.by_language(f"{split}."), *place.of_split(split, True), *place.unsplit(True)]
+    for files in halves:
+        if len({*files.values()}) > 1 and None in files.values():
+            has = next(file.name for file in files.values() if file)
+            lacks = next(language for language, file in files.items() if file is None)
+            return f"{has} is there, and a file of {lacks} to go with it is not"
+    named = _other_splits(dataset, source, pair)
+    if split in named:
+        uses = [f"{files} is the {_CALLED[each]} set" for each, (_, files) in named.items()]
+        setting = ", ".join(f"{each}: {stem}" for each, (stem, _) in named.items())
+        return f"if {' and '.join(uses)}, set `raw: {{splits: {{{setting}}}}}`"
+    for sides in _SIDES:
+        if named := [name for name in there if {*name.split(".")} & {*sides}]:
+            of = ", ".join(f"{lang}: {side}" for lang, side in zip(languages, sides, strict=True))
+            setting = f'`raw: {{files: "{{split}}.{{code}}", codes: {{{of}}}}}`'
+            return f"{named[0]} does not tell its language: set {setting}"
+    if archive := next((name for name in there if name.endswith(_ARCHIVES)), None):
+        return f"{archive} is an archive: unpack it, and give the folder with its files"
+    if texts := [
+        name
+        for name in there
+        if readers.ending_of(Path(name)) and name.partition(".")[0] not in SPLITS
+    ]:
+        one = f"`raw: {{files: {texts[0]}}}` reads {texts[0]}"
+        if len(texts) == 1:
+            return f"{one} as all of the text, and divides it"
+        each = ", ".join(f"{s}: {name}" for s, name in zip(SPLITS, texts))
+        return f"{one} and divides it; `raw: {{files: {{{each}}}}}` gives each its use"
+    listed = ", ".join(there[:5]) + f" and {len(there) - 5:,} more" * (len(there) > 5)
+    return f"it has {listed or 'no file'}"
+
+
+def _other_splits(dataset: Dataset, source: Path, pair: str) -> dict[str, tuple[str, str]]:
+    """By split that a folder lacks: the name that another of its texts has in place of it, and the files."""
+    known = dataset.raw.get("splits", {})
+    stems = dict.fromkeys(sorted(path.name.partition(".")[0] for path in source.glob("[!.]*")))
+    meant = {name: split for split, names in _ALSO.items() for name in names}
+    is_split = any(stem in SPLITS or stem in meant for stem in stems)
+    others = [stem for stem in stems if is_split and "-" not in stem and stem not in meant]
+    found = {}
+    for split in SPLITS:
+        for stem in ("", *_ALSO[split], *(others if split != "test" else ())):
+            taken = (*SPLITS, *known.values(), *(name for name, _ in found.values()))
+            if stem in taken:
+                continue
+            splits = known | ({split: stem} if stem else {})
+            try:
+                section = find(
+                    replace(dataset, raw=dataset.raw | {"splits": splits}), source, split, pair
+                )
+            except UsageError:
+                continue
+            if section and not stem:
+                break
+            if section and not section.is_divided:
+                files = dict.fromkeys(file.name for file in section.files.values() if file)
+                found[split] = stem, " and ".join(files)
+                break
+    return found
