@@ -176,7 +176,7 @@ def checkpoint(corpus, tmp_path_factory):
 
 
 def test_measured_requested_capacity_changes_the_experts_alone(corpus, checkpoint):
-    found = cost("--path", checkpoint, corpus)
+    found = cost("--path", checkpoint.parent, corpus)
     measured = found["measured"]
     assert found["requested_capacity"] == 1.5
     assert 1 <= measured["requested_capacity"] <= 2

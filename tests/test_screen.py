@@ -34,11 +34,13 @@ def test_lines_come_with_the_first_update_the_last_and_every_so_often(clock, cap
 def test_a_checkpoint_is_shown_with_its_validation_loss(capsys):
     shown = screen.Screen(seconds=30, max_update=0)
     shown.update(1_000, None, words=0)
+    shown.validating(1_000)
     shown.saved(1_000, 4.5, 4.5)
     shown.saved(2_000, 5.5, 4.5)
     shown.saved(2_500, None, None)
     assert capsys.readouterr().out.splitlines() == [
         "  update 1,000",
+        "  update 1,000 | validation begins",
         "  update 1,000 | validation loss 4.500 (best) | saved",
         "  update 2,000 | validation loss 5.500 | saved",
         "  update 2,500 | saved",

@@ -539,6 +539,27 @@ def test_comparing_what_cannot_be_compared(two_systems):
     assert str(hypotheses) in refusal(folder, "multi30k", "--compare", "dense", "moe")
 
 
+@pytest.mark.parametrize("name", ["--max-update", "--max-tokens x --update-freq x processes =", ""])
+def test_runs_with_other_settings_are_told(two_systems, name):
+    """But not settings of the methods, nor the seed; and that 60 sentences are few."""
+    flags = {"moe": {"--smoe-strata": "8"}, "dense": {"--moe-freq": "0", "--lr": "1"}}
+    for number, (method, own) in enumerate(flags.items(), 1):
+        content = {
+            "method": method,
+            "dictionary": "",
+            "flags": {"--lr": "1.0", "--seed": f"{number}"} | own,
+        }
+        content["trained"] = {"--max-update": "300"}
+        if name:
+            content["trained" if name == "--max-update" else "flags"][name] = f"{number}000"
+        (two_systems[0] / f"runs/multi30k/{method}/identity.json").write_text(json.dumps(content))
+    printed = table(two_systems[0], "multi30k", "--compare", "moe", "dense").stdout
+    told = [line for line in printed.splitlines() if "moe has" in line]
+    assert len(told) == bool(name) and all(f"dense has {name} 2000" in line for line in told)
+    assert not any(flag in line for line in told for flag in ("--seed", "--lr", "--moe-freq"))
+    assert "60 of en-de" in printed
+
+
 def test_a_run_under_another_methods_name_is_not_compared(two_systems):
     folder = two_systems[0]
     (folder / "data/multi30k/bin").mkdir()

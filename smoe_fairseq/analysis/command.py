@@ -125,7 +125,8 @@ MIN_COUNT = 10
 def add_analyze_arguments(parser: ArgumentParser) -> None:
     inputs.add_input_arguments(parser, "directions")
     add, shown = partial(add_flag, parser), "requested capacity"
-    parser.add_argument("--path", type=Path, required=True, metavar="CHECKPOINT")
+    run = "folder of a run, or a checkpoint"
+    parser.add_argument("--path", type=Path, required=True, metavar="RUN", help=run)
     add("--output", "DIR", "folder for the results; must not exist", Path)
     instead = "instead of a subset; with --output also as a picture"
     add("--sentence", "TEXT", f"show the {shown} of this sentence's tokens, {instead}", decoded)

@@ -23,7 +23,7 @@ from smoe_fairseq.flags import add_flag, positive
 from smoe_fairseq.models.transformer import moe_blocks
 from smoe_fairseq.modules.routing import Capacity
 from smoe_fairseq.translate.directions import direction_of, is_multilingual
-from smoe_fairseq.translate.load import text_settings
+from smoe_fairseq.translate.load import checkpoint_of, text_settings
 
 TOKENS_PER_BATCH = 4096
 SEED = 1
@@ -82,6 +82,7 @@ def add_input_arguments(parser: ArgumentParser, lang_pairs: str) -> None:
 
 def load_inputs(args: Namespace) -> tuple[nn.Module, object, list[str], Subset]:
     """Model, task, directions and subset of a command; a dense checkpoint is a `UsageError`."""
+    args.path = checkpoint_of(args.path)
     model, task = load(args.path, args.data)
     if not moe_blocks(model):
         raise UsageError(f"{args.path} is a dense model: expected one with MoE layers")

@@ -32,6 +32,7 @@ from smoe_fairseq.models.memory import LENGTH, Run
 from smoe_fairseq.recipes.datasets import Dataset, load_dataset
 from smoe_fairseq.recipes.methods import method_flags, tables
 from smoe_fairseq.recipes.program_flags import arguments
+from smoe_fairseq.translate.load import checkpoint_of
 
 WITH_COSTS = ("m4", "m15")
 BASELINE = "moe"  # the row from which FLOPs of other rows are subtracted
@@ -117,7 +118,7 @@ def add_cost_arguments(parser: ArgumentParser) -> None:
     what, add = parser.add_mutually_exclusive_group(), partial(add_flag, parser)
     rows = "compute all rows of a table of the paper"
     what.add_argument("--paper", choices=WITH_COSTS, help=rows)
-    add_flag(what, "--path", "CHECKPOINT", "use the model of this checkpoint", Path)
+    add_flag(what, "--path", "RUN", "use the model of this run or checkpoint", Path)
     data = "with --path: binarised data on which to measure the requested capacity"
     parser.add_argument("data", nargs="?", type=Path, metavar="DATA", help=data)
     add("--gen-subset", None, "subset of DATA", default="valid")
@@ -155,6 +156,7 @@ def run_cost(args: Namespace) -> None:
         if args.paper:
             return _print_paper(compare(args.paper, args.context), args)
         if args.path:
+            args.path = checkpoint_of(args.path)
             uniform = expected_cost(args.path, args.context)
             if args.data:
                 model, task = load(args.path, args.data)

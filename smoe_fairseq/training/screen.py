@@ -84,6 +84,12 @@ def after_update(updates: int) -> None:
         _screen.update(updates, loss, words.val if words else 0)
 
 
+def before_validation(updates: int) -> None:
+    """Show that a validation begins, which may take minutes."""
+    if _screen is not None:
+        _screen.validating(updates)
+
+
 def after_save(updates: int, state: Mapping) -> None:
     """Show that a checkpoint was saved; ``state`` is its "extra_state"."""
     if _screen is not None:
@@ -129,6 +135,10 @@ class Screen:
             parts.append(f"{duration(left)} left")
         self.shown = (now, self.words)
         self._line(" | ".join(parts), stays=not self.terminal)
+
+    def validating(self, updates: int) -> None:
+        """Show that a validation begins."""
+        self._line(f"{self._count(updates)} | validation begins", stays=not self.terminal)
 
     def saved(self, updates: int, value: float | None, best: float | None) -> None:
         """Show a checkpoint, with the validation metric if it was just computed."""

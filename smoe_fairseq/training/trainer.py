@@ -318,6 +318,11 @@ class SMoETrainer(Trainer):
         finally:
             self.in_update = False
 
+    def begin_valid_epoch(self, epoch):
+        """As fairseq's; shows that a validation begins."""
+        screen.before_validation(self.get_num_updates())
+        super().begin_valid_epoch(epoch)
+
     def valid_step(self, sample, raise_oom=False):
         """As fairseq's; if memory runs out, the message advises a smaller batch."""
         with self._advising("_valid"):

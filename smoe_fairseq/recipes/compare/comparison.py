@@ -4,6 +4,7 @@ import hashlib
 import math
 import statistics
 from collections.abc import Collection, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -21,10 +22,13 @@ from smoe_fairseq.recipes.compare.statistics import (
 )
 from smoe_fairseq.recipes.datasets import Dataset
 from smoe_fairseq.recipes.evaluation import scores
-from smoe_fairseq.recipes.evaluation.evaluate import state_notes
+from smoe_fairseq.recipes.evaluation.evaluate import outdated_notes
 from smoe_fairseq.recipes.evaluation.metrics import flags_for, metrics_of, parsed
 from smoe_fairseq.recipes.folders import Folders, run_method, run_order, run_seed, test_file
+from smoe_fairseq.recipes.methods import method_flags
 from smoe_fairseq.recipes.training import identity
+
+FEW = 100  # test sentences, of which p-values are unreliable
 
 
 def comparison(dataset: Dataset, first: str, second: str, metric: str = scores.BLEU) -> Grid:
@@ -86,9 +90,24 @@ def comparison(dataset: Dataset, first: str, second: str, metric: str = scores.B
         notes.append(_smallest_p_note(*points))
         notes += _paired_note(systems.values(), points)
     notes += [f"{scores.label(metric)} {signature}" for signature in sorted(signatures)]
+    notes += _settings_notes(dataset, [*one.runs, *other.runs])
+    counts = {d: len(scores.lines_of(test_file(dataset, d, d.split("-")[1]))) for d in common}
+    if few := [f"{count} of {d}" for d, count in counts.items() if count < FEW]:
+        notes.append(f"p is unreliable for so few test sentences ({', '.join(few)})")
     for run in [*one.runs, *other.runs]:
-        notes += [*state_notes(dataset, run), *scores.search_notes(dataset, run)]
+        notes += [*outdated_notes(dataset, run), *scores.search_notes(dataset, run)]
     return Grid(header, rows, notes)
+
+
+def _settings_notes(dataset: Dataset, runs: Sequence[str]) -> list[str]:
+    """A note on settings in which runs differ, but for those of their methods."""
+    own = set()
+    for method in map(run_method, runs):
+        with suppress(UsageError):  # another folder, such as a copy
+            own |= {f"--{flag}" for flag in method_flags(method, dataset)}
+    folder = Folders(dataset.name).runs
+    found = identity.differing([folder / run for run in runs], left_out=own)
+    return [f"not only the methods differ: {'; '.join(found)}"] if found else []
 
 
 class _System:

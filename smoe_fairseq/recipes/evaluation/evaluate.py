@@ -243,9 +243,14 @@ def state_notes(dataset: Dataset, run: str) -> list[str]:
             identity.check(folders.runs / run, run_method(run), run_seed(run), folders.binary)
         except UsageError as error:
             notes.append(f"{run}: {error}")
-    if changed := is_outdated(folders.runs / run):
-        notes.append(f"{run}: {changed} is another one than was scored: {again(dataset, run)}")
-    return notes
+    return [*notes, *outdated_notes(dataset, run)]
+
+
+def outdated_notes(dataset: Dataset, run: str) -> list[str]:
+    """A note on a run that has changed since it was scored."""
+    changed = is_outdated(Folders(dataset.name).runs / run)
+    other = f"{changed} is another one than was scored"
+    return [f"{run}: {other}: {again(dataset, run)}"] if changed else []
 
 
 def evaluate(dataset: Dataset, method: str, flags: Sequence[str], checkpoint: str = "") -> None:

@@ -4,7 +4,7 @@ import hashlib
 import json
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -147,6 +147,35 @@ def other_settings(saved: dict, words: Sequence[str], processes: int, data: Path
         flags = each["flags"] | each[_TRAINED]
         each["flags"] = {name: value for name, value in flags.items() if name not in left_out}
     return _difference(*both, data)
+
+
+def differing(runs: Sequence[Path], left_out: Collection[str] = ()) -> list[str]:
+    """The flags, and limits of ended trainings, in which runs differ, such as "moe has --lr 1, dense --lr 2".
+
+    Seeds, flags in ``left_out``, and runs whose folders have no identity are not compared.
+    """
+    saved = {run.name: record(run) for run in runs}
+    flags = {
+        name: each["flags"] | each.get(_TRAINED, {"training": "that has not ended"})
+        for name, each in saved.items()
+        if each
+    }
+    names = dict.fromkeys(name for own in flags.values() for name in own)
+    if "training" in names:
+        names = dict.fromkeys(name for name in names if name not in _LIMITS)
+    found = []
+    for name in names:
+        values = {run: own.get(name) for run, own in flags.items()}
+        (first, one), *others = values.items()
+        if name == "--seed" or name in left_out:
+            continue
+        if other := next((o for o in others if not _equal(name, one or "", o[1] or "")), None):
+            shown = (
+                f"{r} has {f'no {name}' if v is None else f'{name} {v}'}"
+                for r, v in ((first, one), other)
+            )
+            found.append(" and ".join(each.strip() for each in shown))
+    return found
 
 
 def record(run: Path) -> dict:

@@ -7,7 +7,7 @@ from smoe_fairseq.errors import UsageError, quietly
 
 STEM = "training"  # of the files in the run's folder
 MIN_POINTS = 2  # of the longest curve; shorter ones are not drawn
-LOSS, SCORES, RATE = "loss, bits per token", "score of translations", "learning rate"
+LOSS, SCORES, RATE = "nll_loss, bits per token", "score of translations", "learning rate"
 # Panel and curve, by name in the log, of training and of validation.
 CURVES = {
     "nll_loss": (LOSS, "training"),
