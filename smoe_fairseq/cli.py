@@ -5,6 +5,8 @@ import gc
 import importlib
 import sys
 from argparse import ArgumentParser, Namespace
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import smoe_fairseq
@@ -83,7 +85,7 @@ def main(argv: list[str] | None = None) -> int:
     for name, (module, summary) in COMMANDS.items():
         subparser = subparsers.add_parser(name, help=summary, description=summary)
         if name == selected:
-            with quietly():
+            with quietly(), _without_garbage_collection():
                 command = importlib.import_module(module)
             getattr(command, f"add_{name}_arguments")(subparser)
             subparser.set_defaults(run=getattr(command, f"run_{name}"))
@@ -97,8 +99,19 @@ def main(argv: list[str] | None = None) -> int:
     return args.run(args) or 0
 
 
+@contextmanager
+def _without_garbage_collection() -> Iterator[None]:
+    """Import without searching for garbage among modules, which takes a fifth of the time."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        _freeze()
+        gc.enable()
+
+
 def _freeze() -> None:
-    """Keep Python from searching all of torch's objects for garbage as it exits, for a second.
+    """Keep Python from searching all of torch's objects for garbage, which takes a second as it exits.
 
     Not with triton (which torch imports with its compiler): nanobind would list its objects as leaked.
     """

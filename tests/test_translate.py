@@ -60,6 +60,12 @@ def test_the_translations_are_those_of_fairseq_generate(prepared, folder, direct
         assert again == found
 
 
+def test_a_translation_does_not_wait_for_torchs_compiler(folder):
+    words = ("smoe", "translate", "run", "--from", "en", "--to", "fr", *SEARCH)
+    result = run(*words, cwd=folder, stdin="1 2\n", fresh=True, PYTHONPROFILEIMPORTTIME="1")
+    assert " torch\n" in result.stdout and " torch._dynamo\n" not in result.stdout
+
+
 def test_all_directions_of_several_languages(multilingual, three_languages, tmp_path):
     """Scores and words of every hypothesis, by fairseq-generate and by --nbest."""
     for direction in ("cc-aa", "aa-bb"):

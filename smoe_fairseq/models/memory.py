@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
+from fairseq.modules import SinusoidalPositionalEmbedding
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
@@ -60,18 +61,26 @@ class NotForecastError(UsageError):
 
 
 class _WithoutValues(TorchFunctionMode):
-    """Skips random initial values, for which torch loads its compiler on the meta device (seconds)."""
+    """Skips initial values, for which torch loads its compiler on the meta device (seconds)."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        is_random = func in (Tensor.normal_, Tensor.uniform_)
-        return args[0] if is_random else func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        in_init = getattr(func, "__module__", None) == nn.init.__name__
+        if in_init or func in (Tensor.normal_, Tensor.uniform_):
+            return args[0] if args else kwargs["tensor"]
+        return func(*args, **kwargs)
 
 
 @contextmanager
 def shapes_only() -> Iterator[None]:
     """Build models on the meta device: their shapes without their memory."""
-    with torch.device("meta"), _WithoutValues():
-        yield
+    positions = SinusoidalPositionalEmbedding.get_embedding
+    SinusoidalPositionalEmbedding.get_embedding = lambda rows, width, *_: torch.empty(rows, width)
+    try:
+        with torch.device("meta"), _WithoutValues():
+            yield
+    finally:
+        SinusoidalPositionalEmbedding.get_embedding = staticmethod(positions)
 
 
 def check_size(config: DecoderOptions, build: Callable[[], nn.Module]) -> None:
