@@ -1,5 +1,6 @@
 """The block's shorter way for inference on a CPU, beside the general one: the same bits."""
 
+from dataclasses import fields
 from functools import partial
 
 import pytest
@@ -8,6 +9,7 @@ from test_exit_bias import exit_bias
 
 from smoe_fairseq.analysis.capacity import training_capacity
 from smoe_fairseq.modules import StratifiedMoE, inference
+from smoe_fairseq.modules.config import MoEConfig
 from smoe_fairseq.translate.int8 import Int8Linear, levels
 from smoe_fairseq.translate.packed import PackedExperts, PackedLinear, can_pack
 
@@ -27,7 +29,7 @@ GENERAL = {
     "top-3": {"top_k": 3},
     "bias": {"balance": "bias", "second_expert_policy": "all"},
     "null experts": {"null_experts": 2},
-    "shared experts": {"shared_experts": 1},
+    "shared experts": {"strata": "8", "shared_experts": 1},
     "output masking": {"eom": 0.1},
     "capacity": {"eval_capacity_factor": 1.0},
     "exit bias": {"exit_bias": 1.0},
@@ -35,6 +37,29 @@ GENERAL = {
     "relu": {"gate": "relu"},
     "grouped": {"execution": "grouped"},
 }
+
+
+# Other values of the other options.
+OTHER_VALUES = [
+    {"strata": "8", "chain": 2},
+    {"gate": "top-p", "top_p": 0.6},
+    {"gate": "threshold", "threshold_step": 0.5},
+    {"strata": "8", "gate": "hash", "hash_table": torch.arange(16) % 8},
+    {"copy_experts": 1, "constant_experts": 1},
+    {"expert_ffn_dim": 24},
+    {"strata": "8", "residual": True},
+    {"balance": "bias", "bias_step": 0.5, "second_expert_policy": "all"},
+    {"balance_over": "update", "capacity_budget": 1.5},
+    {"capacity_factor": 0.5},
+    {"drop_order": "score", "eval_capacity_factor": 0.5},
+    {"dropout_per": "layer", "dropout": 0.1, "activation_dropout": 0.1},
+    {"gate_init_scale": 3.0, "output_init_scale": 3.0},
+    {"fom": 0.2},
+    {"gating_dropout": 0.5},
+    {"strata": "8", "cmr": True, "cmr_gate_drop": 0.5},
+    {"expert_parallel": True},
+]
+OF_PLUGINS = ("gate_options", "branches")
 
 
 @pytest.fixture(autouse=True)
@@ -45,14 +70,15 @@ def seed():
 def block_of(strata: str, **options) -> StratifiedMoE:
     block = StratifiedMoE(16, 32, strata, **options).eval()
     for gate in block.gates:
-        torch.nn.init.normal_(gate.weight, std=0.5)
+        for weight in gate.parameters():
+            torch.nn.init.normal_(weight, std=0.5)
     return block
 
 
-def general(block, x, padding_mask=None):
+def general(block, x, padding_mask=None, ids=None):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(inference, "applies", lambda *_: False)
-        return block(x, padding_mask, with_stats=False)[0]
+        return block(x, padding_mask, with_stats=False, ids=ids)[0]
 
 
 def compare(block, x, padding_mask=None):
@@ -75,6 +101,20 @@ def test_it_computes_the_same_bits(strata, name):
         compare(block, x)
         compare(block, x, torch.rand(sentences, tokens) < 0.3)
     compare(block, x, torch.ones(sentences, tokens, dtype=torch.bool))
+
+
+@pytest.mark.parametrize("option", [f.name for f in fields(MoEConfig)])
+def test_no_option_is_ignored(option):
+    """Whichever way computes a block, its output is that of the general way."""
+    cases = [*OPTIONS.values(), *GENERAL.values(), *OTHER_VALUES]
+    tried = [options for options in cases if option in options]
+    assert tried or option in OF_PLUGINS
+    for options in tried:
+        block, x = block_of(**{"strata": "2-6", **options}), torch.randn(7, 3, 16)
+        ids = torch.randint(16, (7, 3)) if block.kind.extra_input == "id" else None
+        with torch.inference_mode():
+            found = block(x, with_stats=False, ids=ids)[0]
+            assert torch.equal(found, general(block, x, ids=ids))
 
 
 def test_a_chain_of_passes():
@@ -109,10 +149,7 @@ def test_equal_scores_and_nan():
 
 @pytest.mark.parametrize("name", GENERAL)
 def test_what_goes_the_general_way(name):
-    block, x = (
-        block_of("4-4" if name in ("exit bias", "gate residual") else "8", **GENERAL[name]),
-        torch.randn(3, 2, 16),
-    )
+    block, x = block_of(**{"strata": "4-4", **GENERAL[name]}), torch.randn(3, 2, 16)
     with torch.inference_mode():
         assert not inference.applies(block, x)
         assert torch.equal(block(x, with_stats=False)[0], block(x)[0])

@@ -3,6 +3,7 @@
 The block's arguments, fairseq's flags (models/options.py) and the checks are made from `MoEConfig`.
 """
 
+import functools
 import math
 import numbers
 from collections.abc import Callable, Collection, Mapping
@@ -19,6 +20,10 @@ from smoe_fairseq.modules.registry import BRANCHES, parse_numbers
 from smoe_fairseq.modules.routing import DROP_ORDERS
 from smoe_fairseq.modules.strata import OptionError, Strata
 
+# What computes a block faster than the general forward: the fused kernels, in training and in evaluation, and
+# decoding on a CPU. An option's other values than its default are computed only by those that it names.
+TRAINING, EVALUATION, INFERENCE = "fused, training", "fused, evaluation", "inference"
+ALL = frozenset({TRAINING, EVALUATION, INFERENCE})
 GATE = ("gate",)  # of options that only some gates read: those that name it in `Gate.options`
 FREE_EXPERTS = ("null_experts", "copy_experts", "constant_experts")
 FIRST_RESIDUAL = {"strata": 1, "layers": 0}  # the first gate with a gate_residual of this kind
@@ -63,6 +68,7 @@ def option(
     alias: str = "",
     needs: tuple = (),
     harmless: tuple = (),
+    fast: Collection[str] = (),
 ):
     """A field of `MoEConfig`.
 
@@ -72,9 +78,11 @@ def option(
         alias: a second flag.
         needs: another option, followed by its values for which this option has an effect; or `GATE`.
         harmless: further values that are accepted where the option has no effect.
+        fast: those of `ALL` that compute all of its values, or ask the gates or experts whether they do.
     """
     metadata = {"help": help, "flag": flag, "choices": choices, "bounds": bounds, "alias": alias}
-    return field(default=default, metadata={**metadata, "needs": needs, "harmless": harmless})
+    metadata |= {"needs": needs, "harmless": harmless, "fast": fast}
+    return field(default=default, metadata=metadata)
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,22 +98,26 @@ class MoEConfig:
         "experts per stratum, in the paper's notation: 16 is a vanilla MoE, 4-12 has two strata; "
         "give one value for all MoE layers, or one per MoE layer of a side, separated by commas",
         "smoe_strata",
+        fast=ALL,
     )
     chain: int = option(
         1,
         "chain of experts: number of times that every token passes the experts; each pass has its "
         "own gate",
         "smoe_chain",
+        fast={INFERENCE},
     )
     gate: str = option(
         "topk",
         "how experts are chosen. "
         + "; ".join(f"{name}: {kind.summary}" for name, kind in GATES.items()),
         choices=GATES,
+        fast=ALL,
     )
     gate_options: str = option(
         "",
         "numbers of a plugin's gate, as its class names them: NAME=NUMBER,...",
+        fast=ALL,
     )
     top_k: int = option(
         2,
@@ -113,24 +125,28 @@ class MoEConfig:
         "target mean",
         needs=GATE,
         harmless=(1,),
+        fast=ALL,
     )
     top_p: float = option(
         0.4,
         f"{_only_with('top_p')}: least sum of the probabilities of a token's experts",
         bounds=SHARE,
         needs=GATE,
+        fast=ALL,
     )
     threshold_step: float = option(
         0.05,
         f"{_only_with('threshold_step')}: weight of the newest update in the running thresholds",
         bounds=SHARE,
         needs=GATE,
+        fast=ALL,
     )
     scores: str = option(
         "softmax",
         f"{_only_with('scores')}: function that turns logits into scores",
         choices=("softmax", "sigmoid"),
         needs=GATE,
+        fast={INFERENCE},
     )
     gate_residual: str = option(
         "none",
@@ -161,6 +177,7 @@ class MoEConfig:
         0,
         "inner width of each expert, shared experts included; 0: the FFN dimension of the side",
         bounds=NUMBER,
+        fast=ALL,
     )
     shared_experts: int = option(
         0, "number of experts that every token uses, in addition to the chosen ones", bounds=NUMBER
@@ -185,29 +202,34 @@ class MoEConfig:
         "--moe-balance bias: change of the bias per update",
         bounds=SCALE,
         needs=("balance", "bias"),
+        fast=ALL,
     )
     balance_over: str = option(
         "batch",
         "tokens over which the balance loss counts first choices: a rank's batch, or all batches of "
         "the update so far, on all ranks",
         choices=("batch", "update"),
+        fast={INFERENCE},
     )
     capacity_budget: float = option(
         0.0,
         "target mean of the requested capacity, from 1 to the number of strata; trained by a loss "
         "(--smoe-capacity-budget-wt); 0: no such loss",
         "smoe_capacity_budget",
+        fast={INFERENCE},
     )
     exit_bias: float = option(
         0.0,
         "evaluation only: above 0, tokens stop at fewer strata and translation is faster; below "
         "0, at more; set it with --model-overrides",
         "smoe_exit_bias",
+        fast=ALL,
     )
     stacked: bool = option(
         False,
         "naive stacking: each stratum is a separate MoE layer, without layer norm or residual "
         "between them",
+        fast={INFERENCE},
     )
     capacity_factor: Optional[float] = option(  # noqa: UP045 (fairseq reads no other form)
         None,
@@ -216,12 +238,14 @@ class MoEConfig:
         bounds=FACTOR,
         needs=GATE,
         harmless=(2.0, 0.0),
+        fast=ALL,
     )
     eval_capacity_factor: float = option(
         0.0,
         "the same in evaluation; with 0, no limit, a translation does not depend on its batch",
         bounds=FACTOR,
         needs=GATE,
+        fast=ALL,
     )
     second_expert_policy: str = option(
         "sampling",
@@ -230,6 +254,7 @@ class MoEConfig:
         choices=("sampling", "all", "random"),
         needs=GATE,
         harmless=("all",),
+        fast=ALL,
     )
     gate_normalization: str = option(
         "after-drop",
@@ -238,6 +263,7 @@ class MoEConfig:
         choices=("after-drop", "before-drop", "none"),
         needs=GATE,
         harmless=("none",),
+        fast=ALL,
     )
     drop_order: str = option(
         "sentence",
@@ -245,6 +271,7 @@ class MoEConfig:
         "with the highest gate probability; random: a random choice",
         choices=DROP_ORDERS,
         needs=GATE,
+        fast=ALL,
     )
     norms: str = option(
         "paper",
@@ -253,20 +280,26 @@ class MoEConfig:
         "smoe_norm",
         choices=("paper", "released"),
         alias="--moe-norms",
+        fast={INFERENCE},
     )
     dropout_per: str = option(
         "stratum",
         "apply dropout to the output of each stratum, or once to the output of the MoE layer",
         choices=("stratum", "layer"),
+        fast=ALL,
     )
     gate_init_scale: float = option(
-        1.0, "scale of the gates' initial weights, relative to a linear layer", bounds=SCALE
+        1.0,
+        "scale of the gates' initial weights, relative to a linear layer",
+        bounds=SCALE,
+        fast=ALL,
     )
     output_init_scale: float = option(
         1.0,
         "scale of the initial weights and biases of the experts' second layer, relative to a "
         "linear layer",
         bounds=SCALE,
+        fast=ALL,
     )
     eom: float = option(
         0.0,
@@ -282,6 +315,7 @@ class MoEConfig:
         0.0,
         "probability in training that an MoE layer routes none of a batch's tokens",
         bounds=PROBABILITY,
+        fast={EVALUATION, INFERENCE},
     )
     cmr: bool = option(
         False, "conditional MoE routing: a gate chooses between a shared FFN and the experts"
@@ -292,11 +326,13 @@ class MoEConfig:
         "cmr_gate_drop",
         bounds=PROBABILITY,
         needs=("cmr", True),
+        fast=ALL,
     )
     expert_parallel: bool = option(
         False,
         "shard the experts of every MoE layer over the ranks; needs --ddp-backend legacy_ddp",
         "expert_parallel",
+        fast=ALL,
     )
     # Without a flag of their own: the first three are the transformer's options of the same names, and the
     # table is computed from its dictionary.
@@ -304,16 +340,23 @@ class MoEConfig:
         "relu",
         "the experts' activation: a function, or the name of one in torch.nn.functional",
         flag="",
+        fast=ALL,
     )
     dropout: float = option(
-        0.0, "dropout of the block's output before its residual; see dropout_per", flag=""
+        0.0,
+        "dropout of the block's output before its residual; see dropout_per",
+        flag="",
+        fast=ALL,
     )
-    activation_dropout: float = option(0.0, "dropout after the activation in the experts", flag="")
+    activation_dropout: float = option(
+        0.0, "dropout after the activation in the experts", flag="", fast=ALL
+    )
     hash_table: Tensor | None = option(
         None,
         "the expert of each token id, of shape (V,)",
         flag="",
         needs=GATE,
+        fast=ALL,
     )
     execution: str = option(
         "auto",
@@ -322,6 +365,7 @@ class MoEConfig:
         "fused-triton: the same, with our own products in place of torch's; auto: fused where it "
         "applies, else grouped where torch has that in one kernel, else per-expert",
         choices=EXECUTIONS,
+        fast=ALL,
     )
 
     def __post_init__(self):
@@ -351,6 +395,12 @@ class MoEConfig:
     def extra(self) -> list[str]:
         """The names in ``branches``."""
         return [name for name in self.branches.split(",") if name]
+
+    @functools.cached_property
+    def fast(self) -> frozenset[str]:
+        """Those of `ALL` that compute all of these options."""
+        others = (f for f in fields(self) if getattr(self, f.name) != f.default)
+        return ALL.intersection(*(f.metadata["fast"] for f in others))
 
     @property
     def learns_balance(self) -> bool:

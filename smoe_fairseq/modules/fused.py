@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from smoe_fairseq.modules import torch_features
+from smoe_fairseq.modules.config import EVALUATION, TRAINING
 from smoe_fairseq.modules.grouped import can_group, one_kernel, shape_of_product
 from smoe_fairseq.modules.routing import exact
 from smoe_fairseq.modules.rows import like
@@ -142,21 +143,17 @@ def applies(block, x: Tensor) -> bool:
             return False
         if torch.cuda.get_device_capability(x.device) < OLDEST or _is_exact(block, x):
             return False
-    config, norms, gates, strata = block.config, block.layer_norms, block.gates, block.strata
+    norms, gates = block.layer_norms, block.gates
     return (
         kernels() is not None
         and x.numel() > 0
         and x.dtype in TYPES
         and x.shape[-1] <= MAX_WIDTH
-        and strata.num_experts <= MAX_EXPERTS
+        and block.strata.num_experts <= MAX_EXPERTS
         and not block.experts.placement.is_sharded
-        and config.norms == "paper"
-        and not strata.fixed_depth
+        and (TRAINING if block.training else EVALUATION) in block.config.fast
         and block.experts.activation_fn is F.relu
         and max(block.experts.activation_dropout, norms.dropout) < 1
-        and not (block.branches or config.eom or config.capacity_budget)
-        and not (block.training and config.gating_dropout)
-        and config.balance_over == "batch"
         and all(gate.supports("fused") and gate.top_k <= MAX_CHOICES for gate in gates)
         and all(norm.weight.dtype == gates[0].weight.dtype for norm in norms)
         and (kernels().is_interpreted() or (x.is_cuda and shrinkage(block, x) is not None))

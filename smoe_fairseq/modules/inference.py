@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from smoe_fairseq.modules.config import INFERENCE
 from smoe_fairseq.modules.experts import PerExpert
 from smoe_fairseq.modules.gates.linear import Gate
 from smoe_fairseq.modules.rows import IndexedTokens
@@ -35,7 +36,7 @@ def applies(block, x: Tensor) -> bool:
         and autocast_dtype(x.device) is None
         and not block.experts.placement.is_sharded
         and block.execution != "grouped"
-        and not (block.branches or block.config.eom)
+        and INFERENCE in block.config.fast
         and all(gate.supports("inference") for gate in block.gates)
     )
 

@@ -79,7 +79,10 @@ class Gate(nn.Module):
         return self.target
 
     def supports(self, execution: str) -> bool:
-        """Whether the execution "fused" or "inference" computes this gate; the general one computes all."""
+        """Whether the execution "fused" or "inference" computes this gate, with options that it supports.
+
+        The general one computes all.
+        """
         return False
 
     def forward(self, x_TD: Tensor, active_T: Tensor | None = None, *extra: Tensor) -> Routing:

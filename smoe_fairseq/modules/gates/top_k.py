@@ -81,14 +81,13 @@ class TopKGate(LinearGate):
 
     def supports(self, execution: str) -> bool:
         hooks = self._forward_hooks or self._forward_pre_hooks
-        plain = not (self.free_experts or self.bias or hooks) and self.residual_weight is None
-        if type(self) is not TopKGate or not plain:  # a subclass may compute something else
+        if type(self) is not TopKGate or hooks:  # a subclass may compute something else
             return False
         if execution == "inference":
             limited = self.capacity.eval_factor or self.exit_bias.bias
             return self.top_k <= 2 and self.weight.dtype == torch.float32 and not limited
         limited = self.capacity.order != "sentence" and self.capacity.current_factor
-        return self.scores == "softmax" and not (self.exit_bias.is_active or limited)
+        return not (self.exit_bias.is_active or limited)
 
     def add_residual(self) -> None:
         """Add a linear map of an earlier gate's logits, initially 0 (MoE++, Jin et al. 2025)."""
