@@ -27,6 +27,17 @@ CASES = {
     "our products": ("2-3", {"execution": OWN, "activation_dropout": 0.2}),
     "our products of any width": ("2-3", {"execution": OWN, "width": 39, "inner": 150}),
     "dropout of the layer": ("2-3", {"dropout": 0.3, "dropout_per": "layer"}),
+    "thresholds": ("2-3", {"execution": "grouped", "gate": "threshold", "capacity_factor": 0.0}),
+    "expert choice": (
+        "5",
+        {"execution": "grouped", "gate": "expert-choice", "capacity_factor": 2.0},
+    ),
+    "top-p": ("2-3", {"execution": "grouped", "gate": "top-p"}),
+    "gated experts": (
+        "2-3",
+        {"execution": "grouped", "activation_fn": "swiglu", "width": 39, "inner": 150},
+    ),
+    "shared experts": ("5", {"execution": "grouped", "shared_experts": 1, "capacity_factor": 0.7}),
 }
 NOISY = {
     "drawn experts": ("2-3", {"second_expert_policy": "sampling"}),
@@ -61,7 +72,7 @@ def passed(block, execution: str) -> dict:
     """All that a pass returns and all gradients, by name."""
     block.execution = execution
     x, mask = batch(block.experts.w1.shape[2])
-    assert fused.applies(block, x) == (execution != "per-expert")
+    assert fused.applies(block, x) == execution.startswith("fused")
     y, stats, loss = objective(block, x.requires_grad_(), mask)
     inputs = {"x": x, **dict(block.named_parameters())}
     gradients = torch.autograd.grad(loss, list(inputs.values()))
@@ -79,10 +90,11 @@ def compare(name: str) -> list[str]:
             block.layer_norms[0].bias.fill_(1)
             block.gates[0].weight.copy_(torch.tensor([[9.0], [-9], [-9], [-9], [0]]))
     block.train(name != "evaluation")
-    assert fused.one_launch(block, batch()[0]) == ("execution" not in options)
+    how = options.get("execution", "fused")
+    assert how == "grouped" or fused.one_launch(block, batch()[0]) == (how != OWN)
     # Dropout depends on the kernels' random numbers, which are the same with both products.
     other = "fused" if "activation_dropout" in options else "per-expert"
-    want, got = passed(block, other), passed(block, options.get("execution", "fused"))
+    want, got = passed(block, other), passed(block, how)
     wrong = [f"{key} is only in one" for key in want.keys() ^ got.keys()]
     for key in want.keys() & got.keys():
         try:

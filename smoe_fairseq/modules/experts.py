@@ -14,11 +14,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from smoe_fairseq.modules import torch_features
 from smoe_fairseq.modules.activation import Activation, Hidden, activation, hidden_width
-from smoe_fairseq.modules.grouped import Grouped, can_group, one_kernel
+from smoe_fairseq.modules.grouped import Grouped
 from smoe_fairseq.modules.parallel import Placement
 from smoe_fairseq.modules.per_expert import PerExpert, Weights
+from smoe_fairseq.modules.products import can_group, one_kernel, tile_of, why_not_triton
 from smoe_fairseq.modules.torch_features import autocast_dtype
 
 
@@ -159,16 +159,12 @@ def best_execution(device: torch.device, weight: Tensor) -> str:
         return "grouped" if can_group(weight) else "per-expert"
     if device.type == "cpu":
         return "per-expert"
-    grouped = can_group(weight) and one_kernel(device, weight.dtype)
-    reason = "torch has a single kernel only for bfloat16 on GPUs of compute capability 9 and 10"
-    if torch_features.grouped_mm is None:
-        reason = "torch has grouped products from 2.10 on"
-    elif not can_group(weight):
-        reason = (
-            f"rows of {weight.shape[2]} or {weight.shape[1]} numbers are no multiple of 16 bytes"
-        )
-    _log_execution(str(device), str(weight.dtype).removeprefix("torch."), "" if grouped else reason)
-    return "grouped" if grouped else "per-expert"
+    if can_group(weight) and one_kernel(device, weight.dtype):
+        reason = ""
+    elif not (reason := why_not_triton(device, weight.dtype)):
+        reason = "" if tile_of(device, weight.dtype) else "our kernels do not fit"
+    _log_execution(str(device), str(weight.dtype).removeprefix("torch."), reason)
+    return "per-expert" if reason else "grouped"
 
 
 @functools.cache

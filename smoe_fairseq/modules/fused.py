@@ -7,11 +7,9 @@ Shapes: T tokens, D embedding, F feed-forward, K choices per token, N = T K rows
 """
 
 import functools
-import importlib.util
 import logging
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -20,40 +18,39 @@ from torch.autograd.function import once_differentiable
 
 from smoe_fairseq.modules import torch_features
 from smoe_fairseq.modules.config import EVALUATION, TRAINING
-from smoe_fairseq.modules.grouped import can_group, one_kernel, shape_of_product
+from smoe_fairseq.modules.grouped import shape_of_product
+from smoe_fairseq.modules.products import (
+    SHRINKS,
+    TILE,
+    TYPES,
+    Launcher,
+    can_group,
+    kernels,
+    multiply,
+    next_power,
+    one_kernel,
+    outer,
+    why_not_triton,
+)
 from smoe_fairseq.modules.routing import exact
 from smoe_fairseq.modules.rows import like
 from smoe_fairseq.modules.statistics import RoutingStats
 from smoe_fairseq.modules.torch_features import autocast_dtype
 
 logger = logging.getLogger(__name__)
-TYPES = (torch.float32, torch.float16, torch.bfloat16)
 MAX_EXPERTS, MAX_CHOICES, MAX_WIDTH = 128, 8, 2048
-OLDEST = (7, 5)  # compute capability; Triton supports none before
 # The fastest settings measured on an H200.
 TOKENS = 16  # per program
 PARTS = 16  # partial sums over an expert's rows
 BLOCK_D = 256  # columns that a program processes at a time
-SHRINKS = (1, 2, 4, 8)  # of tiles, tried in this order
 SPILLS = 16  # numbers of a thread that a kernel may keep in memory
 PROGRAMS = 1024  # of a kernel over rows, whose number is not known on the host
 TILES = {
     "activate": (16, 256),
     "spread": 128,
     "sums": (64, 64),
-    "products": 32,
     "norm": (2, 1024, 512),
 }
-
-
-@functools.cache
-def kernels():
-    """The kernels; None without Triton."""
-    if importlib.util.find_spec("triton") is None:
-        return None
-    from smoe_fairseq.modules import kernels
-
-    return kernels
 
 
 _shrinks: dict = {}
@@ -138,11 +135,9 @@ def applies(block, x: Tensor) -> bool:
         or type(x) is not Tensor
     ):
         return False
-    if execution == "auto":
-        if not x.is_cuda or torch.version.cuda is None:
-            return False
-        if torch.cuda.get_device_capability(x.device) < OLDEST or _is_exact(block, x):
-            return False
+    dtype = autocast_dtype(x.device) or block.experts.w1.dtype
+    if execution == "auto" and why_not_triton(x.device, dtype):
+        return False
     norms, gates = block.layer_norms, block.gates
     return (
         kernels() is not None
@@ -158,12 +153,6 @@ def applies(block, x: Tensor) -> bool:
         and all(norm.weight.dtype == gates[0].weight.dtype for norm in norms)
         and (kernels().is_interpreted() or (x.is_cuda and shrinkage(block, x) is not None))
     )
-
-
-def _is_exact(block, x: Tensor) -> bool:
-    """Whether products are in float32 without TF32."""
-    dtype = autocast_dtype(x.device) or block.experts.w1.dtype
-    return dtype == torch.float32 and torch.get_float32_matmul_precision() == "highest"
 
 
 def one_launch(block, x: Tensor) -> bool:
@@ -220,14 +209,13 @@ def _settings(block, x_TD: Tensor, padding_mask: Tensor | None, shrink: int) -> 
     noisy = policy != "all" or dropout or inner_dropout
     rounds = autocast_dtype(x_TD.device) is None
     is_exact = not rounds or torch.float32 in (x_TD.dtype, gate.weight.dtype)
-    block_e = max(_next_power(len(block.stratum_of_expert)), 16)
+    block_e = max(next_power(len(block.stratum_of_expert)), 16)
     gate_d = BLOCK_D if block_e == 16 else 2048 // block_e
     return SimpleNamespace(
         launcher=Launcher,
         products=TorchProducts if one_launch(block, x_TD) else TritonProducts,
         product=torch_features.grouped_mm,
-        PRECISION="ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32",
-        BLOCK=128 // shrink,
+        TILE=TILE // shrink,
         strata=_layout(block.strata),
         padding=None if padding_mask is None else padding_mask.reshape(-1),
         stratum_of_expert=block.stratum_of_expert,
@@ -245,24 +233,19 @@ def _settings(block, x_TD: Tensor, padding_mask: Tensor | None, shrink: int) -> 
         LIMIT=_ratio(gate.capacity.current_factor),
         DROPOUT=dropout,
         INNER_DROPOUT=inner_dropout,
-        BLOCK_D=min(_next_power(x_TD.shape[1]), 2 * BLOCK_D // x_TD.element_size()),
+        BLOCK_D=min(next_power(x_TD.shape[1]), 2 * BLOCK_D // x_TD.element_size()),
         BLOCK_E=block_e,
         # Of products with the gates' weights, whose tiles grow with the number of experts.
-        GATE_D=max(min(_next_power(x_TD.shape[1]), gate_d) // shrink, 16),
+        GATE_D=max(min(next_power(x_TD.shape[1]), gate_d) // shrink, 16),
         SUMS_C=max(min(TILES["sums"][0], 1024 // block_e) // (shrink * (1 + is_exact)), 16),
         SUMS_N=max(min(TILES["sums"][1], 1024 // block_e) // (1 + is_exact), 16),
-        BLOCK_K=_next_power(gate.top_k),
+        BLOCK_K=next_power(gate.top_k),
     )
 
 
 @functools.cache
 def _ratio(factor: float) -> tuple[int, int]:
     return exact(factor, MAX_EXPERTS)
-
-
-def _next_power(n: int) -> int:
-    """The smallest power of two that is at least ``n``."""
-    return 1 << (n - 1).bit_length()
 
 
 def _counts(run) -> tuple[int, ...]:
@@ -275,31 +258,6 @@ def _allocate(dtype: torch.dtype, device: torch.device, *sizes: int) -> tuple[Te
     """Vectors of these sizes in one allocation, each aligned to 16 bytes."""
     padded = [each for size in sizes for each in (size, -size % 4)]
     return torch.empty(sum(padded), dtype=dtype, device=device).split_with_sizes(padded)[::2]
-
-
-class Launcher:
-    """Launches kernels through Triton the first time, then directly.
-
-    Triton inspects every argument of every launch, which takes the host longer than the kernel takes the
-    device.
-
-    Args:
-        tensors: the inputs, whose types and alignment decide which compiled kernel fits.
-    """
-
-    compiled: ClassVar[dict] = {}
-
-    def __init__(self, *tensors: Tensor):
-        self.types = tuple(t.dtype for t in tensors), tensors[0].device
-        self.direct = not any(t.data_ptr() % 16 for t in tensors)
-
-    def __call__(self, kernel, grid: tuple, arguments: tuple, constants: tuple, **options) -> None:
-        key = kernel.__name__, constants, self.types
-        compiled = self.compiled.get(key) if self.direct else None
-        if compiled is None:  # interpreted kernels return None
-            self.compiled[key] = kernel[grid](*arguments, *constants, **options)
-        else:
-            compiled[(*grid, 1, 1)](*arguments, *constants)
 
 
 class TorchProducts:
@@ -334,30 +292,11 @@ class TritonProducts(TorchProducts):
     """The same by our own kernels."""
 
     def multiply(self, x_NI, weight, ends_E, first: int, back=False, activation=None) -> Tensor:
-        run, (copies, inputs), block = self.run, x_NI.shape, self.run.BLOCK
-        outputs = weight.shape[2 if back else 1]
-        y_NO = x_NI.new_empty(copies, outputs)
-        bias, seed, i = activation or (weight, weight, 0)
-        programs = (-(-copies // block) + len(ends_E)) * -(-outputs // block)
-        self.launch(
-            kernels().multiply, (programs,),
-            (x_NI, weight, bias, y_NO, ends_E, seed, i, len(ends_E), first),
-            (inputs, outputs, back, activation is not None, run.INNER_DROPOUT if activation else 0.0,
-             run.PRECISION, run.BLOCK_E, block, block, TILES["products"]),
-            num_warps=8,
-        )  # fmt: skip
-        return y_NO
+        activation = activation and (*activation, self.run.INNER_DROPOUT)
+        return multiply(self.launch, self.run.TILE, x_NI, weight, ends_E, first, back, activation)
 
     def outer(self, y_NO: Tensor, x_NI: Tensor, ends_E: Tensor) -> Tensor:
-        block, outputs, inputs = self.run.BLOCK, y_NO.shape[1], x_NI.shape[1]
-        gradient_EOI = y_NO.new_empty(len(ends_E), outputs, inputs)
-        self.launch(
-            kernels().outer, (len(ends_E) * -(-outputs // block) * -(-inputs // block),),
-            (y_NO, x_NI, gradient_EOI, ends_E),
-            (outputs, inputs, self.run.PRECISION, block, block, TILES["products"]),
-            num_warps=8,
-        )  # fmt: skip
-        return gradient_EOI
+        return outer(self.launch, self.run.TILE, y_NO, x_NI, ends_E)
 
 
 class _Block(torch.autograd.Function):
@@ -493,8 +432,8 @@ class _Block(torch.autograd.Function):
                 k.collect, (programs,),
                 (source, grad_y, grad_x, grad_copies_ND, grad_logits, norm[0], gate, positions, moments,
                  rows, norm_parts, tokens, i, experts),
-                (width, top_k, columns, strata, is_first, _next_power(width), block_t),
-                num_warps=min(max(1, _next_power(width) * block_t // per_warp), 32),
+                (width, top_k, columns, strata, is_first, next_power(width), block_t),
+                num_warps=min(max(1, next_power(width) * block_t // per_warp), 32),
             )  # fmt: skip
             del grad_copies_ND
         flat = parts.view(splits, size).sum(0)

@@ -1,6 +1,6 @@
 """The experts of a stratum by one grouped product, in shapes that do not depend on the routing.
 
-If a GPU computes the product in one kernel (`one_kernel`), the host does not wait. In float32 and float16,
+If a kernel computes the product on the device (products.py), the host does not wait. In float32 and float16,
 torch 2.13 computes `torch.nn.functional.grouped_mm` expert by expert, reads the ends on the host, and gives
 `torch.compile` no shape of the result; hence the custom operator below. torch's own gradient is not used,
 since on GPUs of compute capability 10 it was arbitrary for experts without rows (pytorch issue 172439).
@@ -20,24 +20,8 @@ from torch import Tensor
 from smoe_fairseq.modules import torch_features
 from smoe_fairseq.modules.activation import Hidden
 from smoe_fairseq.modules.per_expert import Weights, refuse_second_derivative
+from smoe_fairseq.modules.products import can_group, launch, multiply, one_kernel, outer, tile_of
 from smoe_fairseq.modules.rows import Copies, DispatchPlan, select, sum_rows
-
-_TYPES = (torch.float32, torch.float16, torch.bfloat16)
-_CAPABILITIES = (9, 10)  # major compute capabilities for which torch has the kernel
-
-
-def can_group(weight: Tensor) -> bool:
-    """Whether torch has a grouped product for such weights, whose rows must be multiples of 16 bytes."""
-    if torch_features.grouped_mm is None or weight.dtype not in _TYPES:
-        return False
-    return all(size * weight.element_size() % 16 == 0 for size in weight.shape[1:])
-
-
-def one_kernel(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether a device computes grouped products in one kernel, so that the host does not wait."""
-    if device.type != "cuda" or torch.version.cuda is None or dtype != torch.bfloat16:
-        return False
-    return torch.cuda.get_device_capability(device)[0] in _CAPABILITIES
 
 
 class Grouped:
@@ -193,8 +177,12 @@ def _differentiable_sum(
 def grouped_mm(x_NI: Tensor, w_EIO: Tensor, ends_E: Tensor) -> Tensor:
     """``x W_e`` for the rows of each expert ``(N, O)``; padding rows are uninitialised.
 
-    Without a grouped product in torch, it is computed expert by expert, and the host reads the ends.
+    Without a grouped product it is computed expert by expert, and the host reads the ends.
     """
+    if tile := _own_tile(x_NI):
+        back = w_EIO.is_contiguous()
+        weight = w_EIO if back else w_EIO.transpose(1, 2).contiguous()
+        return multiply(launch, tile, x_NI.contiguous(), weight, ends_E, back=back)
     if can_group(w_EIO):
         return _product(x_NI, w_EIO, ends_E)
     *rows, rest = _split(x_NI, ends_E)
@@ -206,12 +194,21 @@ def grouped_outer(
     y_grad_NO: Tensor, x_NI: Tensor, ends_E: Tensor, product: Callable | None = None
 ) -> Tensor:
     """The gradient of each expert's weights ``(E, O, I)``; 0 for experts without rows."""
+    if product is None and (tile := _own_tile(x_NI)):
+        return outer(launch, tile, y_grad_NO.contiguous(), x_NI.contiguous(), ends_E)
     if product is None and not can_group(x_NI.new_empty(0, y_grad_NO.shape[1], x_NI.shape[1])):
         pairs = zip(_split(y_grad_NO, ends_E)[:-1], _split(x_NI, ends_E)[:-1], strict=True)
         return torch.stack([grad_nO.t() @ x_nI for grad_nO, x_nI in pairs])
     gradient_EOI = (product or _product)(y_grad_NO.t(), x_NI, ends_E)
     empty_E = ends_E.diff(prepend=ends_E.new_zeros(1)) == 0
     return gradient_EOI.masked_fill_(empty_E.view(-1, 1, 1), 0)
+
+
+def _own_tile(x_NI: Tensor) -> int | None:
+    """The tile of our kernels, if they compute the products of these rows."""
+    if torch.compiler.is_compiling() or one_kernel(x_NI.device, x_NI.dtype):
+        return None
+    return tile_of(x_NI.device, x_NI.dtype)
 
 
 def _split(x_N: Tensor, ends_E: Tensor) -> tuple[Tensor, ...]:
