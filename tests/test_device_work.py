@@ -9,7 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
 from smoe_fairseq.criterions.metrics import on_host
-from smoe_fairseq.modules import StratifiedMoE
+from smoe_fairseq.modules import StratifiedMoE, experts, products
 from smoe_fairseq.modules.experts import best_execution, cast_once
 from smoe_fairseq.modules.per_expert import PerExpert
 
@@ -191,15 +191,27 @@ def test_experts_without_rows_get_a_gradient_of_exactly_zero(strata, monkeypatch
         assert torch.equal(ours == 0, plain == 0)
 
 
+TORCHS = [((major, 0), "bfloat16", "grouped") for major in (9, 10)]
+OURS = [((9, 0), "float16"), ((8, 0), "bfloat16"), ((12, 0), "bfloat16"), ((7, 5), "float16")]
+NEITHER = [((9, 0), "float32", "per-expert"), ((7, 0), "float16", "per-expert")]
+
+
+@pytest.mark.parametrize("has_triton", [True, False])
 @pytest.mark.parametrize(
     "capability, dtype, expected",
-    [pytest.param((major, 0), "bfloat16", "grouped", marks=needs_grouped_mm) for major in (9, 10)]
-    + [((9, 0), "float16", "per-expert"), ((9, 0), "float32", "per-expert")]
-    + [((8, 0), "bfloat16", "per-expert"), ((12, 0), "bfloat16", "per-expert")],
+    [pytest.param(*case, marks=needs_grouped_mm) for case in TORCHS]
+    + [(*case, "ours") for case in OURS]
+    + NEITHER,
 )
-def test_execution_by_what_the_device_can_do(monkeypatch, capability, dtype, expected, caplog):
+def test_execution_by_what_the_device_can_do(
+    monkeypatch, capability, dtype, expected, has_triton, caplog
+):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(torch.version, "cuda", "12.8")
+    monkeypatch.setattr(products, "kernels", lambda: products if has_triton else None)
+    monkeypatch.setattr(experts, "tile_of", lambda *_: 64)
+    if expected == "ours":
+        expected = "grouped" if has_triton else "per-expert"
     device = torch.device(f"cuda:{capability[0]}")
     weight = torch.empty(4, 16, 16, dtype=getattr(torch, dtype))
     with caplog.at_level("INFO"):

@@ -363,7 +363,7 @@ class MoEConfig:
         "how experts are computed. per-expert: a product for each; grouped: one for all; fused: the "
         "whole block in a few kernels (a top-k gate on a GPU, with Triton; else as auto); "
         "fused-triton: the same, with our own products in place of torch's; auto: fused where it "
-        "applies, else grouped where torch has that in one kernel, else per-expert",
+        "applies, else grouped where the device has that in one kernel, else per-expert",
         choices=EXECUTIONS,
         fast=ALL,
     )
