@@ -13,6 +13,7 @@ import smoe_fairseq
 from smoe_fairseq.compat import require_fairseq
 from smoe_fairseq.ending import exit_on_signals, flush_stdout
 from smoe_fairseq.errors import ends_with_sentence, quietly
+from smoe_fairseq.host_memory import let_threads_sleep
 from smoe_fairseq.plugins import import_named_plugins
 from smoe_fairseq.recipes.commands import RECIPES, CommandParser, add_arguments
 
@@ -72,6 +73,7 @@ COMMANDS = {
 def main(argv: list[str] | None = None) -> int:
     """Runs one subcommand and returns its exit status."""
     atexit.register(_freeze)
+    let_threads_sleep()
     argv = sys.argv[1:] if argv is None else argv
     parser = CommandParser(prog="smoe", description="Tools of smoe_fairseq.")
     parser.add_argument(

@@ -1,11 +1,22 @@
-"""How much memory this process can use: the machine's, or less by its control groups."""
+"""Memory and cores that this process can use: the machine's, or less by its control groups."""
+
+import os
 
 import pytest
 
-from smoe_fairseq.host_memory import machine_memory
+from smoe_fairseq.host_memory import cores, machine_memory
 
 GIB = 2**30
 JOB = "/slurm/job_7/step_0"
+
+
+def write_groups(root, groups: str, limits: dict):
+    (root / "proc/self").mkdir(parents=True)
+    (root / "proc/self/cgroup").write_text(f"{groups}\n")
+    for name, limit in limits.items():
+        file = root / f"sys/fs/cgroup{name}"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(f"{limit}\n")
 
 
 @pytest.mark.parametrize(
@@ -26,15 +37,35 @@ JOB = "/slurm/job_7/step_0"
     ],
 )
 def test_the_smallest_limit_counts(tmp_path, groups, limits, expected):
-    (tmp_path / "proc/self").mkdir(parents=True)
+    write_groups(tmp_path, groups, limits)
     (tmp_path / "proc/meminfo").write_text(f"MemTotal: {8 * 2**20} kB\nSwapTotal: 99999999 kB\n")
-    (tmp_path / "proc/self/cgroup").write_text(f"{groups}\n")
-    for name, limit in limits.items():
-        file = tmp_path / f"sys/fs/cgroup{name}"
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(f"{limit}\n")
     assert machine_memory(tmp_path) == expected * GIB
 
 
 def test_this_machine():
     assert machine_memory() > 2**20
+
+
+@pytest.mark.parametrize(
+    "groups, limits, expected",
+    [
+        ("0::/", {}, 8),
+        (f"0::{JOB}", {f"{JOB}/cpu.max": "max 100000", "/slurm/cpu.max": "250000 100000"}, 2),
+        (f"0::{JOB}", {f"{JOB}/cpu.max": "1000 100000"}, 1),
+        ("0::/on/the/host", {"/cpu.max": "300000 100000"}, 3),
+        (
+            "5:cpu,cpuacct:/\n0::/",
+            {"/cpu/cpu.cfs_quota_us": 400000, "/cpu/cpu.cfs_period_us": 100000},
+            4,
+        ),
+        (
+            "5:cpu,cpuacct:/",
+            {"/cpu/cpu.cfs_quota_us": -1, "/cpu/cpu.cfs_period_us": 100000},
+            8,
+        ),
+    ],
+)
+def test_cores(tmp_path, monkeypatch, groups, limits, expected):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)), raising=False)
+    write_groups(tmp_path, groups, limits)
+    assert cores(tmp_path) == expected

@@ -32,6 +32,22 @@ def model(prepared):
     return SMoETransformerModel.from_pretrained(prepared / "runs/tiny/smoe-2-2")
 
 
+def test_each_batch_has_one_thread(model):
+    model.translate(["1"], **SEARCH, source_lang="en", target_lang="fr")  # packs the weights
+    before, seen = torch.get_num_threads(), set()
+    hook = torch.nn.modules.module.register_module_forward_pre_hook(
+        lambda *_: seen.add(torch.get_num_threads())
+    )
+    torch.set_num_threads(2)
+    try:
+        for texts in (["1 2"], ["1 2 3 4 5 6 7 8 9"] * 100):
+            model.translate(texts, **SEARCH, source_lang="en", target_lang="fr")
+        assert seen == {1} and torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+        hook.remove()
+
+
 def evaluated(prepared: Path, direction: str) -> tuple[list[str], list[str]]:
     """Raw text of the test set, and its translations by the recipe: fairseq-generate's."""
     source = direction.split("-")[0]

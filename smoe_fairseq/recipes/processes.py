@@ -64,8 +64,6 @@ def environment() -> dict[str, str]:
     inherited = {name: value for name, value in os.environ.items() if name not in _RANK}
     return {
         "PYTHONWARNINGS": "ignore",
-        # libgomp's threads spin while they wait, which makes a run on a busy machine 2 to 10 times slower.
-        "GOMP_SPINCOUNT": "2000",
         **inherited,
         STARTED_BY_RECIPE: "1",
         "PYTHONSAFEPATH": "1",

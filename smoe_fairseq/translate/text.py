@@ -16,6 +16,7 @@ from torch import nn
 
 from smoe_fairseq.errors import UsageError
 from smoe_fairseq.flags import SURROGATE
+from smoe_fairseq.host_memory import cores
 from smoe_fairseq.translate.directions import direction_of
 from smoe_fairseq.translate.int8 import check_int8, quantize
 from smoe_fairseq.translate.packed import can_pack, pack
@@ -49,31 +50,35 @@ def check_texts(texts: Iterable) -> None:
             raise UsageError(f"{text!r:.60} holds half of a surrogate pair, which is no character")
 
 
-# Batches in parallel on a CPU, each on one thread: small products gain little from several threads.
-
-
 def in_threads(
     function: Callable, items: Iterable, number: int, stop: Callable[[], None] | None = None
 ) -> Iterator:
-    """The results of all items, in their order; ``number`` are computed at a time.
+    """The results of all items, in their order; ``number`` are computed at a time, each on one thread.
+
+    Small products gain little from several threads, and lose much on a busy machine.
 
     Args:
+        number: 0: one at a time, on torch's threads.
         stop: ends running computations when their results are no longer needed; not needed if ``number``
             is 1.
     """
-    if number == 1:
+    if number == 0:
         yield from map(function, items)
         return
     before = torch.get_num_threads()
     torch.set_num_threads(1)
-    pool = ThreadPoolExecutor(number)
     try:
-        yield from pool.map(function, items)
-    except BaseException:
-        stop()
-        raise
+        if number == 1:
+            yield from map(function, items)
+            return
+        with ThreadPoolExecutor(number) as pool:
+            try:
+                yield from pool.map(function, items)
+            except BaseException:
+                stop()
+                pool.shutdown(cancel_futures=True)
+                raise
     finally:
-        pool.shutdown(cancel_futures=True)
         torch.set_num_threads(before)
 
 
@@ -95,6 +100,7 @@ def device_of(name: str, int8: bool = False) -> torch.device:
 
 
 MAX_TOKENS = 16384  # of source in a batch, padding included
+_FEW_TOKENS = 512  # that are not divided among threads
 
 
 @dataclass(frozen=True)
@@ -266,7 +272,9 @@ class BatchTranslator:
                 requested=options.requested and self.ours and len(self.models) == 1,
             )
 
-        batches = list(by_length(lengths.tolist(), self.max_tokens // self.threads))
+        share = max(_FEW_TOKENS, int(lengths.sum()) // max(self.threads, 1))
+        limit = min(share, self.max_tokens // max(self.threads, 1))
+        batches = list(by_length(lengths.tolist(), limit))
         threads = min(self.threads, len(batches))
         self.searches |= {search} if self.ours else set()
         try:
@@ -276,9 +284,9 @@ class BatchTranslator:
 
     @property
     def threads(self) -> int:
-        """The number of batches that are translated at a time."""
+        """The number of batches that are translated at a time; 0: see `in_threads`."""
         on_cpu = self.translator.device.type == "cpu"
-        return torch.get_num_threads() if on_cpu and self.ours else 1
+        return min(torch.get_num_threads(), cores()) if on_cpu and self.ours else 0
 
     def _search(self, task, options: Options):
         if self.ours:

@@ -12,6 +12,7 @@ from smoe_fairseq import files, locks
 from smoe_fairseq.errors import UsageError, quietly
 from smoe_fairseq.flags import refusing_flags
 from smoe_fairseq.forms import read_json
+from smoe_fairseq.host_memory import cores
 from smoe_fairseq.recipes.commands import CommandParser, add_subword_options
 from smoe_fairseq.recipes.data import raw
 from smoe_fairseq.recipes.data.binarise import binarised_folder
@@ -22,7 +23,6 @@ from smoe_fairseq.recipes.folders import Folders, package_folder, path_from_envi
 from smoe_fairseq.recipes.pretrained import is_foreign, source_of, with_pretrained
 from smoe_fairseq.recipes.processes import command, dry_run, run, step, warn, whole_number
 from smoe_fairseq.recipes.program_flags import FAIRSEQ_POSITIONS, arguments
-from smoe_fairseq.recipes.training.launcher import cores
 
 # In the folder of binarised text: what it was made of, see `_origin`.
 _RECORD = "preparation.json"

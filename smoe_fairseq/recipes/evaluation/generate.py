@@ -16,6 +16,7 @@ from pathlib import Path
 from smoe_fairseq.errors import UsageError, quietly
 from smoe_fairseq.files import read_text, whole_file
 from smoe_fairseq.flags import flag_of
+from smoe_fairseq.host_memory import cores
 from smoe_fairseq.recipes.data.text_files import workers_for
 from smoe_fairseq.recipes.processes import whole_number
 from smoe_fairseq.recipes.program_flags import parse_flags
@@ -49,7 +50,7 @@ def choose_devices(directions: int, extra: Sequence[str]) -> Devices:
     if launch.cpu:
         import torch
 
-        return Devices((), jobs or torch.get_num_threads())
+        return Devices((), jobs or min(torch.get_num_threads(), cores()))
     gpus = visible_gpus(launch.gpus)
     count = min(directions, jobs or len(gpus))
     return Devices(tuple(gpus[i % len(gpus)] for i in range(count)), 1)
@@ -179,10 +180,10 @@ class Generator:
         from smoe_fairseq.translate.text import in_threads
 
         search = original = task.build_generator(models, cfg.generation)
-        threads = 1
+        threads = 0
         if _is_ours(models):
             search = _build_search(cfg, task.target_dictionary)
-            threads = 1 if self.on_gpu else self.threads
+            threads = 0 if self.on_gpu else self.threads
         ignored = getattr(original, "symbols_to_strip_from_output", {original.eos})
         format_lines = _Lines(cfg, task, ignored)
         if cfg.common.seed is not None:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from smoe_fairseq.errors import UsageError
 from smoe_fairseq.files import check_plain, open_plain
-from smoe_fairseq.host_memory import machine_memory
+from smoe_fairseq.host_memory import cores, machine_memory
 from smoe_fairseq.locks import lock_folder
 from smoe_fairseq.recipes.compare.report import write_report
 from smoe_fairseq.recipes.datasets import Dataset
@@ -31,7 +31,7 @@ from smoe_fairseq.recipes.processes import (
 )
 from smoe_fairseq.recipes.program_flags import flag_values
 from smoe_fairseq.recipes.study import results
-from smoe_fairseq.recipes.training.launcher import cores, plan_launch, visible_gpus
+from smoe_fairseq.recipes.training.launcher import plan_launch, visible_gpus
 from smoe_fairseq.recipes.training.train import plan
 
 POLL_SECONDS = 1

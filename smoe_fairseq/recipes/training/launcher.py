@@ -105,13 +105,6 @@ def visible_gpus(count: int) -> list[str]:
     return (names or [str(i) for i in range(count)])[:count]
 
 
-def cores() -> int:
-    """The number of CPU cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
-
-
 # The port at which the machines of a run connect: ``MASTER_ADDR`` and ``MASTER_PORT``. It is checked first,
 # because torchrun waits for minutes or forever if another program uses it.
 
