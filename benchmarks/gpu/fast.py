@@ -19,6 +19,7 @@ from benchmarks.layers import Case, Ours, block_step, make_block, routed_tokens
 from benchmarks.peers import PEERS, Peer, agreement
 from benchmarks.timing import in_turns, ratio
 from smoe_fairseq.modules.experts import EXECUTIONS
+from smoe_fairseq.modules.products import launch, multiply, outer, tile_of
 
 STRATA = (1, 2, 4)
 # Events of the profiler in which the host waits for the device.
@@ -98,6 +99,24 @@ def measure(case: Case, device: torch.device, tiny: bool) -> dict:
     return {"ok": None, **found}
 
 
+class OurProducts(GroupedProducts):
+    """The same products by our kernels, on weights ``(E, D, F)`` and ``(E, F, D)``."""
+
+    def step(self) -> list[Tensor]:
+        tile = tile_of(self.w1.device, self.w1.dtype)
+        gradients = []
+        for x_ND, ends_E in zip(self.rows, self.ends, strict=True):
+            h_NF = multiply(launch, tile, x_ND, self.w1, ends_E, back=True).relu_()
+            y_ND = multiply(launch, tile, h_NF, self.w2, ends_E, back=True).fill_(1)
+            h_grad_NF = multiply(launch, tile, y_ND, self.w2, ends_E) * (h_NF > 0)
+            gradients += [
+                outer(launch, tile, h_NF, y_ND, ends_E),
+                outer(launch, tile, x_ND, h_grad_NF, ends_E),
+            ]
+            gradients.append(multiply(launch, tile, h_grad_NF, self.w1, ends_E))
+        return gradients
+
+
 class PaddedProducts:
     """One batched product over experts padded to the largest; ``GroupedProducts`` without grouped_mm."""
 
@@ -126,7 +145,7 @@ class SingleProducts(PaddedProducts):
 
 
 def products(context: Context) -> Iterator[dict]:
-    """Three ways to the products of 8 experts, top-2: which one a device should take, by type and size.
+    """Ways to the products of 8 experts, top-2: which one a device should take, by type and size.
 
     The largest expert has 1.0 or 1.5 times the mean number of rows.
     """
@@ -139,10 +158,10 @@ def products(context: Context) -> Iterator[dict]:
         for dtype in (torch.bfloat16, torch.float16):
             name = f"{str(dtype).removeprefix('torch.')}, {tokens} tokens, D {width}, skew {skew}"
             made = (counts_E, width, device, dtype)
-            yield attempt(name, lambda made=made: three_ways(*made, context.tiny))
+            yield attempt(name, lambda made=made: several_ways(*made, context.tiny))
 
 
-def three_ways(counts_E, width, device, dtype, tiny) -> dict:
+def several_ways(counts_E, width, device, dtype, tiny) -> dict:
     ways = {
         "padded": PaddedProducts(counts_E, width, device, dtype).step,
         "per expert": SingleProducts(counts_E, width, device, dtype).step,
@@ -151,6 +170,8 @@ def three_ways(counts_E, width, device, dtype, tiny) -> dict:
     with suppress(RuntimeError):  # no grouped product in this type here
         grouped.step()
         ways["grouped"] = grouped.step
+    if tile_of(device, dtype):
+        ways["ours"] = OurProducts(width, [counts_E], device, dtype).step
     times = in_turns(ways, device, 0.1 if tiny else 0.4)
     return {"ok": None, **{f"{n} ms": 1000 * statistics.median(of) for n, of in times.items()}}
 
