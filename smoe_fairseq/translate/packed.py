@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 import torch
+import torch.nn.functional as F
 from fairseq.modules import MultiheadAttention
 from torch import Tensor, nn
 
@@ -19,6 +20,7 @@ from smoe_fairseq.modules import StratifiedMoE
 from smoe_fairseq.modules.experts import Experts
 from smoe_fairseq.modules.per_expert import PerExpert, Weights
 from smoe_fairseq.modules.rows import Copies
+from smoe_fairseq.translate.fastest import fastest
 
 # With fewer weights, the overhead of oneDNN or of int8 is larger than the gain.
 MIN_WEIGHTS = 1 << 17
@@ -45,6 +47,29 @@ class PackedLinear(nn.Module):
     def apply_rows(self, x_NI: Tensor, start: int, end: int) -> Tensor:
         """The outputs ``(end - start, O)`` of at least one row."""
         return self(x_NI[start:end])
+
+
+class PlainLinear(PackedLinear):
+    """The same by `torch.nn.functional.linear`."""
+
+    def __init__(self, weight_OI: Tensor, bias_O: Tensor | None):
+        nn.Module.__init__(self)
+        self.weight_OI = weight_OI.detach()
+        self.bias_O = None if bias_O is None else bias_O.detach()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x_NI = x.reshape(-1, x.shape[-1])
+        number = x_NI.shape[0]
+        # MKL rounds otherwise for up to three rows, and a translation must not depend on its batch.
+        x_NI = F.pad(x_NI, (0, 0, 0, max(0, 8 - number)))
+        y_NO = F.linear(x_NI, self.weight_OI, self.bias_O)[:number]
+        return y_NO.view(*x.shape[:-1], y_NO.shape[1])
+
+
+def fastest_linear(weight_OI: Tensor, bias_O: Tensor | None) -> PackedLinear:
+    """A `PackedLinear`, or a `PlainLinear` where that is much faster."""
+    kinds = {"onednn": PackedLinear, "plain": PlainLinear}
+    return kinds[fastest(kinds, weight_OI)](weight_OI, bias_O)
 
 
 @functools.cache
@@ -89,7 +114,9 @@ def concatenate(layers: Sequence[nn.Linear]) -> tuple[Tensor, Tensor]:
 
 
 @torch.no_grad()
-def pack(model: nn.Module, linear: Callable = PackedLinear, min_weights: int | None = None) -> None:
+def pack(
+    model: nn.Module, linear: Callable = fastest_linear, min_weights: int | None = None
+) -> None:
     """Pack large weights of a `SMoETransformerModel`, which can no longer be trained or saved.
 
     These are linear layers, experts and the output projection. A second call changes nothing. A model
@@ -104,7 +131,7 @@ def pack(model: nn.Module, linear: Callable = PackedLinear, min_weights: int | N
     """
     if (before := getattr(model, "packed_by", linear)) is not linear:
         raise ValueError(f"the model has {before.__name__}: load it again for {linear.__name__}")
-    if linear is PackedLinear and any(p.dtype != torch.float32 for p in model.parameters()):
+    if linear is fastest_linear and any(p.dtype != torch.float32 for p in model.parameters()):
         return
     model.packed_by = linear
     min_weights = MIN_WEIGHTS if min_weights is None else min_weights

@@ -1,0 +1,71 @@
+"""The choice among linear layers: by a clock that the layers move, remembered, and equal for any batch."""
+
+import json
+
+import pytest
+import torch
+
+from smoe_fairseq.translate import fastest
+from smoe_fairseq.translate.packed import PlainLinear
+
+
+class Clock:
+    """Layers that take seconds of it; it counts their calls."""
+
+    def __init__(self, monkeypatch):
+        self.now, self.calls = 0.0, 0
+        monkeypatch.setattr(fastest.time, "thread_time", lambda: self.now)
+
+    def kinds(self, **seconds: float) -> dict:
+        def kind(weight, bias, took):
+            def layer(x):
+                self.now += took
+                self.calls += 1
+
+            return layer
+
+        return {n: lambda *args, took=took: kind(*args, took) for n, took in seconds.items()}
+
+
+@pytest.fixture
+def clock(monkeypatch, tmp_path):
+    monkeypatch.setattr(fastest, "MEMORY", tmp_path / "new/products.json")
+    fastest._remembered.cache_clear()
+    yield Clock(monkeypatch)
+    fastest._remembered.cache_clear()
+
+
+WEIGHT = torch.ones(512, 256)
+
+
+@pytest.mark.parametrize("second, chosen", [(0.5, "b"), (0.9, "a"), (2.0, "a")])
+def test_the_choice_is_remembered(clock, second, chosen):
+    assert fastest.fastest(clock.kinds(a=1.0, b=second), WEIGHT) == chosen
+    calls = clock.calls
+    fastest._remembered.cache_clear()  # as in another process
+    assert fastest.fastest(clock.kinds(a=second, b=1.0), WEIGHT) == chosen
+    assert calls and clock.calls == calls
+    assert fastest.fastest(clock.kinds(c=1.0), WEIGHT) == "c"  # of a version without the others
+    assert fastest.fastest(clock.kinds(a=1.0, b=0.1), WEIGHT[:2]) == "a"  # too small to be measured
+
+
+@pytest.mark.parametrize("content", ["", "[]", '{"x": 1}', None])
+def test_a_file_that_cannot_be_used(clock, content):
+    if content is None:
+        fastest.MEMORY.parent.write_text("no folder")
+    else:
+        fastest.MEMORY.parent.mkdir()
+        fastest.MEMORY.write_text(content)
+    assert fastest.fastest(clock.kinds(a=1.0, b=0.5), WEIGHT) == "b"
+    if content is not None:
+        assert [*json.loads(fastest.MEMORY.read_text()).values()] == [{"512x256": "b"}]
+
+
+def test_a_row_of_a_plain_layer_does_not_depend_on_the_others():
+    torch.manual_seed(1)
+    weight, bias, x_NI = torch.randn(512, 256), torch.randn(512), torch.randn(40, 256)
+    layer = PlainLinear(weight, bias)
+    expected = layer(x_NI)
+    assert torch.allclose(expected, torch.nn.functional.linear(x_NI, weight, bias), atol=1e-4)
+    for number in (1, 2, 3, 5, 8, 17):
+        assert torch.equal(layer(x_NI[:number].unsqueeze(1)), expected[:number].unsqueeze(1))
