@@ -3,7 +3,8 @@
 A form is one of:
 
 - a type: ``float`` is any finite number, ``int`` a whole one; a ``bool`` is neither; or None, or a `Number`;
-- a compiled pattern that matches the whole text, or a set of the possible texts;
+- a compiled pattern that matches the whole text, perhaps with a comment ``(?#...)`` at its beginning that
+  says in words what it matches; or a set of the possible texts;
 - ``[form]``, a list, or ``[form, form]``, a list of two;
 - a tuple of alternative forms;
 - a dictionary from the keys of an object to the forms of their values. Keys that end in "?" are optional,
@@ -135,7 +136,8 @@ def _describe(form: Form) -> str:
     if isinstance(form, tuple):
         return " or ".join(map(_describe, form))
     if isinstance(form, re.Pattern):
-        return f"text like {form.pattern}"
+        words = re.match(r"\(\?#(.*?)\)", form.pattern)
+        return words[1] if words else f"text like {form.pattern}"
     if isinstance(form, Number):
         most = f" to {form.most:g}" if form.most < _FLOAT.most else ""
         return f"a {'whole ' * form.whole}number from {form.least:g}{most}"

@@ -2,8 +2,10 @@
 
 import hashlib
 import io
+import json
 import re
 from collections import Counter
+from collections.abc import Sequence
 from contextlib import redirect_stderr
 from pathlib import Path
 
@@ -121,6 +123,15 @@ def checked_subwords(data: str, dictionary, needed: bool = True) -> Path | None:
     unknown = [word for word in ends if any(p not in dictionary for p in encode(word).split())]
     _refuse_unknown(subwords, unknown, ends)
     return subwords
+
+
+def check_order(file: Path | str, known: str | None, *vocabularies: Sequence[str]) -> str:
+    """The checksum of vocabularies; raises UsageError if another is known, as entries were changed since."""
+    content = json.dumps(vocabularies).encode()
+    if (found := hashlib.sha256(content).hexdigest()) != (known or found):
+        changed = "its entries or their order were changed after the export"
+        raise UsageError(f"{file} is not the model's vocabulary: {changed}")
+    return found
 
 
 def check_pieces(subwords: Path, words: list[str]) -> None:

@@ -464,8 +464,15 @@ def test_subwords_are_sentencepieces(tmp_path):
     tokenizer.add_tokens(["[NAME]"])
     for text in ("the [NAME] house", "[NAME] the [NAME] [NAME]"):
         assert tokenizer.decode(tokenizer(text)["input_ids"], skip_special_tokens=True) == text
+    assert tokenizer("the \ud800old")["input_ids"] == tokenizer("the old")["input_ids"]
     with pytest.raises(UsageError, match="spm.model"):
         SMoETokenizer(str(tmp_path / "vocab.json"))
+    tokenizer.save_pretrained(tmp_path)
+    SMoETokenizer.from_pretrained(tmp_path)
+    symbols = [*dictionary.symbols[:4], *dictionary.symbols[:3:-1]]
+    (tmp_path / "vocab.json").write_text(json.dumps(symbols))
+    with pytest.raises(UsageError, match="vocab.json"):
+        SMoETokenizer.from_pretrained(tmp_path)
 
 
 @pytest.mark.soak

@@ -117,10 +117,11 @@ WRONG = [
     (SETTINGS, {"language_tokens": {"src": "__src__"}}, "lang_pairs"),
     (SETTINGS, {"language_tokens": ["src"]}, "language_tokens"),
     ("vocab.json", {3: "b\nc"}, "[3]"),
+    ("vocab.json", slice(None, 3, -1), "vocab.json"),  # in another order
     ("vocab.json", {3: "<s>"}, "<unk>"),
     ("vocab.json", {4: "same", 5: "same"}, "same"),
     ("vocab.json", {}, "entries"),
-    ("vocab.json", {4: "\u2581piece"}, "spm.model"),
+    ("vocab.json", {4: "\u2581piece"}, "vocab.json"),
     ("spm.model", b"no model", "sentencepiece"),
     ("spm.model", other_subwords(), "spm.model"),
     ("model.safetensors", None, "missing"),
@@ -137,6 +138,8 @@ def other(content: bytes, change) -> bytes:
     if isinstance(change, bytes):
         return change
     values = json.loads(content)
+    if isinstance(change, slice):
+        return json.dumps([*values[:4], *values[change]]).encode()
     for key, value in change.items():
         values[key] = value
     return json.dumps(values if change else values[:-1]).encode()

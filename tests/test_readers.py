@@ -136,8 +136,9 @@ def test_zstandard_is_read_if_it_is_installed(tmp_path):
         ("train.tsv.bz2", b"BZh9" + bytes(50), 0),
         ("train.en-ha.tsv", b'<refset setid="wmt" trglang="ha">\n<doc>\n', 0),
         ("train.zip", b"PK", 0),
+        ("train.en-ha.tsv.gz", b"a\tb\n", 0),
     ],
-    ids=range(18),
+    ids=range(19),
 )
 def test_what_cannot_be_read_is_named(tmp_path, dataset, name, content, line):
     for split in ("valid", "test"):
@@ -158,6 +159,7 @@ def test_what_cannot_be_read_is_named(tmp_path, dataset, name, content, line):
         ("train.eng-zho.tsv", "b\ta\n"),
         ("train.zh-en.tsv", "en-US\tzho_Hans\nb\ta\n"),
         ("train.zh-en.tsv", '"English"\t"Chinese"\nb\ta\n'),
+        ("train.zh-en.tsv", '"English"\t"Chinese"\n"b"\ta\n'),
         ("train.tsv", "en\tours\nb\ta\n"),
         ("train.zh-en.tsv", "Deutsch\ten-US\nb\ta\n"),
         ("train.zh-en.tsv", "fr\tit\nb\ta\n"),
@@ -322,7 +324,7 @@ def test_quotes_of_a_spreadsheet(tmp_path, dataset):
     gather(dataset(clean={"quotes": "strip"}), tmp_path, tmp_path / "raw")
     for split in ("train", "valid", "test"):
         found = lines(tmp_path / "raw", f"{split}.en-ha.ha")
-        assert found == ['he said "hi"', cells[1], cells[2], cells[3], 'x" y']
+        assert found == ['he said "hi"', cells[1], cells[2], "all", 'x" y']
 
 
 def test_a_file_of_both_languages_has_a_known_ending(tmp_path, dataset):

@@ -109,6 +109,8 @@ def test_the_environment_is_as_before(tmp_path, monkeypatch):
         ("train multi30k moe --gpus 0 --seed x", 1, "--seed x"),
         ("study multi30k moe --seeds 3-1", 1, "--seeds 3-1"),
         ("study multi30k moe --seeds 1-9999", 1, "--seeds 1-9999"),
+        ("study multi30k moe --seeds 1,3,1", 1, "--seeds 1,3,1"),
+        ("train multi30k moe --gpus 0 --Dropout 0.1", 1, "--Dropout"),
         ("train multi30k moe --gpus four", 1, "--gpus four"),
         ("evaluate multi30k moe --gpus 0 --jobs auto", 1, "--jobs auto"),
         ("train m4 moe --gpus 1 --batch huge", 1, "--batch huge"),

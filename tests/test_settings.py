@@ -101,7 +101,7 @@ PROGRAMS = ("task", "generate", "sacrebleu")
         ({"pairs": ["a-b"], "clean": {"max-ratio": float("nan")}}, "clean.max-ratio"),
         ({"pairs": ["a-b"], "shards": 10**6}, "shards"),
         ({"pairs": ["a-b"], "batch": {"x": 0}}, "batch.x"),
-        ({"pairs": ["a-b"], "raw": {"files": "{langauge}"}}, "raw.files"),
+        ({"pairs": ["a-b"], "raw": {"files": "{langauge}"}}, "{split}, {pair}"),
         ({"pairs": ["a-b"], "raw": {"parallel": {"valid": -1}}}, "raw.parallel.valid"),
         ({"pairs": ["a-b"], "statements": {"x": ["moe", "moe"]}}, "statements.x"),
         ({"pairs": ["a-b"], "generate": {"path": "x.pt"}}, "generate.path"),

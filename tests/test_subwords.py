@@ -55,6 +55,10 @@ def test_the_same_text_gives_the_same_file(text, tmp_path):
             "--normalization b/x, line 1",
         ),
         (["learn", "a/x", "--vocab-size", "1", "--output", "o"], "a/x with --vocab-size 1 "),
+        (
+            ["learn", "a/x", "--vocab-size", "99", "--byte-fallback", "--output", "o"],
+            "--vocab-size 99: ",
+        ),
     ],
 )
 def test_refused(tmp_path, monkeypatch, words, said):

@@ -15,7 +15,7 @@ from smoe_fairseq.files import read_plain
 from smoe_fairseq.forms import Number, read_json
 from smoe_fairseq.models.options import SMoETransformerConfig
 from smoe_fairseq.modules.config import MoEConfig
-from smoe_fairseq.subwords import BEGINS_WORD, check_pieces, read_vocabulary
+from smoe_fairseq.subwords import BEGINS_WORD, check_order, check_pieces, read_vocabulary
 
 _SUBWORDS = "spm.model"
 
@@ -31,6 +31,7 @@ _TOKENIZER = {
     "language_tokens?": (None, {str: re.compile(r"\S+")}),
     "encoder_langtok?": (None, re.compile("(src|tgt)[a-z]*")),
     "decoder_langtok?": (None, bool),
+    "vocab_checksum?": (None, str),
 }
 _OPTIONS = {bool: bool, int: Number(-1, whole=True), float: float}  # by the type of the default
 _CONFIG = {
@@ -98,6 +99,8 @@ def text(
     vocabulary["target"] = vocabulary["source"]
     if (folder / "target_vocab.json").exists():
         vocabulary["target"] = read_vocabulary(folder / "target_vocab.json", len(target))
+    known = settings.get("vocab_checksum")
+    check_order(folder / "vocab.json", known, vocabulary["source"], vocabulary["target"])
     files, by_side = {}, {side: checksum(symbols) for side, symbols in vocabulary.items()}
     by_language = {}
     for pair in pairs:

@@ -10,8 +10,15 @@ from transformers import PreTrainedTokenizer
 
 from smoe_fairseq.errors import UsageError
 from smoe_fairseq.forms import read_json
-from smoe_fairseq.subwords import BEGINS_WORD, check_pieces, read_subwords, read_vocabulary
+from smoe_fairseq.subwords import (
+    BEGINS_WORD,
+    check_order,
+    check_pieces,
+    read_subwords,
+    read_vocabulary,
+)
 
+_HALF = re.compile("[\ud800-\udfff]")  # of a pair of surrogates
 _BYTE = re.compile("<0x[0-9A-F]{2}>")  # a piece of sentencepiece's byte fallback
 
 
@@ -30,6 +37,7 @@ class SMoETokenizer(PreTrainedTokenizer):
         decoder_langtok: whether a translation begins with the token of its language.
         lang_pairs: the directions that were trained, ``en-de``.
         src_lang, tgt_lang: the direction; attributes that may be changed.
+        vocab_checksum: of the entries in order, as saved; None: not known.
     """
 
     vocab_files_names = {
@@ -50,6 +58,7 @@ class SMoETokenizer(PreTrainedTokenizer):
         lang_pairs: list[str] | None = None,
         src_lang: str | None = None,
         tgt_lang: str | None = None,
+        vocab_checksum: str | None = None,
         **options,
     ):
         self.files = {
@@ -61,6 +70,7 @@ class SMoETokenizer(PreTrainedTokenizer):
             raise UsageError("vocab.json is missing in the tokenizer's folder")
         self.source = read_vocabulary(vocab_file)
         self.target = read_vocabulary(target_vocab_file) if target_vocab_file else self.source
+        own = check_order(vocab_file, vocab_checksum, self.source, self.target)
         self._source_ids = {token: i for i, token in enumerate(self.source)}
         self._target_ids = {token: i for i, token in enumerate(self.target)}
         self._is_target = False
@@ -84,6 +94,7 @@ class SMoETokenizer(PreTrainedTokenizer):
             lang_pairs=self.lang_pairs,
             src_lang=src_lang,
             tgt_lang=tgt_lang,
+            vocab_checksum=own,
             **self.files,
             **options,
         )
@@ -152,6 +163,7 @@ class SMoETokenizer(PreTrainedTokenizer):
         return {t for t, i in self._added_tokens_encoder.items() if i >= len(self.source)}
 
     def _tokenize(self, text: str, **_) -> list[str]:
+        text = _HALF.sub("", text)  # which no dictionary has, and sentencepiece refuses
         pieces = [text] if self._spm is None else self._spm.encode(text, out_type=str)
         return " ".join(pieces).split()
 

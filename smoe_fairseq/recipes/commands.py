@@ -8,6 +8,7 @@ import argparse
 import importlib
 import inspect
 import os
+import re
 import shlex
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Callable, Iterator
@@ -267,10 +268,8 @@ def _set_variables(settings: dict[Setting, str]) -> Iterator[None]:
             yield
         except UsageError as error:
             sentence = str(error)
-            for setting, value in settings.items():
-                sentence = sentence.replace(
-                    f"{setting.variable}={value}", f"{setting.name} {value}"
-                )
+            for setting in settings:
+                sentence = re.sub(rf"\b{setting.variable}=", f"{setting.name} ", sentence)
             raise UsageError(sentence) from None
 
 

@@ -68,10 +68,11 @@ def import_plugins_of(content: Mapping) -> None:
 
 def _names(*words: str) -> re.Pattern:
     """A pattern of file names, in which ``{word}`` is a placeholder for each of ``words``."""
-    return re.compile(rf"([^{{}}]|\{{({'|'.join(words)})\}})+")
+    like = f"(?#a file's name, in which {', '.join(f'{{{word}}}' for word in words)} may stand)"
+    return re.compile(rf"{like}([^{{}}]|\{{({'|'.join(words)})\}})+")
 
 
-CHECKPOINT = re.compile(r"best|last|average:[1-9][0-9]*")  # of a run
+CHECKPOINT = re.compile(r"(?#best, last or average:N)best|last|average:[1-9][0-9]*")  # of a run
 _COUNT = Number(1, whole=True)
 _SHARE = Settings(share=Number(0, 1), most=_COUNT)
 _SPLITS = Settings(train=str, valid=str, test=str)
@@ -79,12 +80,12 @@ _NAME = _names("split", "pair", "sorted", "language", "code")  # of a publisher'
 _DROP = {"drop", "keep"}
 # Flags of a program: a word, several, or none (`true`: the bare flag; `false`: not at all).
 _WORD = (float, str)
-_FLAGS = {re.compile(r"[A-Za-z][\w-]*"): (None, bool, *_WORD, [_WORD])}
+_FLAGS = {re.compile(r"(?#a flag's name without --)[A-Za-z][\w-]*"): (None, bool, *_WORD, [_WORD])}
 _TRAINING_FLAGS = {
     **_FLAGS,
     **{f"{name}?": (None, _COUNT) for name in ("max-tokens", "batch-size", "max-update")},
     **{f"max-{side}-positions?": (None, _COUNT) for side in ("source", "target")},
-    "update-freq?": (None, _COUNT, re.compile(r"\[?\d+(, ?\d+)*\]?"), [_COUNT]),
+    "update-freq?": (None, _COUNT, re.compile(r"(?#text such as 2,1)\[?\d+(, ?\d+)*\]?"), [_COUNT]),
     "seed?": (None, Number(0, 2**31 - 1, whole=True)),
     "lr?": (None, Number(0), str, list),
 }
@@ -134,7 +135,7 @@ SCHEMA: dict[str, Any] = {
     ),
     "checkpoint": CHECKPOINT,
     "sacrebleu": {**_FLAGS, "width?": (None, _COUNT)},
-    "metrics": {re.compile(r"[\w+-]+"): str},
+    "metrics": {re.compile(r"(?#a name of letters, digits, + and -)[\w+-]+"): str},
     "study": [str],
     "methods": {str: _TRAINING_FLAGS},
     "margins": Settings({name: Number(0) for name in ("loss", "chrF++", "BLEU")}),

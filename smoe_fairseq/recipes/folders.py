@@ -204,8 +204,8 @@ def seeds_of(dataset: Dataset) -> tuple[int, ...]:
 
     Raises UsageError for an invalid or repeated seed, or an empty or very long range.
     """
-    words, seeds = os.environ.get("SEEDS", "").replace(",", " ").split(), []
-    for word in words:
+    given, seeds = os.environ.get("SEEDS", ""), []
+    for word in given.replace(",", " ").split():
         match = re.fullmatch(r"([0-9]{1,10})(?:-([0-9]{1,10}))?", word)
         first, last = map(int, (match[1], match[2] or match[1])) if match else (0, -1)
         if not first <= last <= min(LARGEST_SEED, first + 999):
@@ -215,7 +215,7 @@ def seeds_of(dataset: Dataset) -> tuple[int, ...]:
             raise UsageError(f"SEEDS={word}: {expected}")
         seeds += range(first, last + 1)
     if len(set(seeds)) < len(seeds):
-        raise UsageError(f"SEEDS={' '.join(words)}: expected each seed once")
+        raise UsageError(f"SEEDS={given}: expected each seed once")
     return tuple(seeds) or (_default_seed(dataset),)
 
 

@@ -81,7 +81,9 @@ def _row(dataset: Dataset, folders: Folders, pair: str) -> Row:
     others = set().union(*(_tests(folders, other) for other in dataset.pairs if other != pair))
     for source, target in readers.pairs(training):
         counts["kept"] += 1
-        counts["quoted"] += any(unquoted(side) != side for side in (source, target))
+        bare = {side: unquoted(side) for side in (source, target)}
+        counts["quoted"] += any(side != text for side, text in bare.items())
+        counts["doubled"] += any(side != text and '"' in text for side, text in bare.items())
         row.seen |= others & {(languages[0], source), (languages[1], target)}
         counts.update(faults.of(source, target))
         for language, line in zip(languages, (source, target)):
@@ -189,7 +191,9 @@ def _advice(row: Row, dataset: Dataset) -> Iterator[str]:
     for name, words in (("repeated", "are repeated"), ("equal", "are the same on both sides")):
         if counts[name] * 10 > kept and dataset.clean.get(name) != "drop":
             yield f"{counts[name]:,} training pairs {words}: set `clean: {{{name}: drop}}`"
-    if quoted := counts["quoted"]:
+    # A sentence in quotation marks is ordinary, unless most are.
+    quoted = counts["quoted"]
+    if (counts["doubled"] or quoted * 2 > kept) and dataset.clean.get("quotes") != "strip":
         quotes = "have the quotes that a spreadsheet adds"
         yield f"{quoted:,} training pairs {quotes}: set `clean: {{quotes: strip}}`"
     if (number := counts["max-ratio"]) * 100 > kept and "max-ratio" not in dataset.clean:

@@ -38,7 +38,7 @@ def plain(text: str) -> str:
 def unquoted(text: str) -> str:
     """A cell without the quotes that a spreadsheet adds: one at each end, and each one inside doubled."""
     inner = text[1:-1]
-    is_quoted = text[:1] == text[-1:] == '"' and '""' in inner
+    is_quoted = len(text) > 1 and text[0] == text[-1] == '"'
     return inner.replace('""', '"') if is_quoted and '"' not in inner.replace('""', "") else text
 
 

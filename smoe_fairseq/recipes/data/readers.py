@@ -27,6 +27,7 @@ from typing import IO, Any
 from smoe_fairseq.errors import UsageError
 from smoe_fairseq.files import check_plain
 from smoe_fairseq.languages import are_languages, assign
+from smoe_fairseq.recipes.data.normalization import unquoted
 from smoe_fairseq.recipes.processes import warn
 
 Pair = tuple[str | None, str | None]
@@ -126,6 +127,11 @@ def ending_of(path: Path) -> str:
 def opened(path: Path) -> Iterator[IO[bytes]]:
     """A file's bytes, decompressed; raises UsageError, also on reading, if it is no plain file or damaged."""
     check_plain(path)
+    with open(path, "rb") as file:
+        beginning = file.read(6)
+    if path.suffix in MAGIC and beginning and compression_of(beginning) != path.suffix:
+        ending = compression_of(beginning) or "none of a compression"
+        raise UsageError(f"{path} is not compressed as its name says: expected the ending {ending}")
     try:
         with COMPRESSED.get(path.suffix, COMPRESSED[""])(path) as content:
             yield content
@@ -176,10 +182,14 @@ class Languages:
     def __str__(self) -> str:
         return " and ".join(self.own)
 
-    def among(self, names: Iterable[str]) -> tuple[str | None, str | None]:
+    def found(self, names: Iterable[str]) -> tuple[str | None, str | None]:
         """The name that stands for each of them, such as ``de-DE`` for ``de``; None if there is none."""
         found = (assign(wanted, tuple(names)) for wanted in (self.codes, self.own))
-        found = tuple(code or own for code, own in zip(*found, strict=True))
+        return tuple(code or own for code, own in zip(*found, strict=True))
+
+    def among(self, names: Iterable[str]) -> tuple[str | None, str | None]:
+        """As `found`; warns of another of a file's names that stands for the same language."""
+        found = self.found(names)
         for language, name in zip(self.own, found, strict=True):
             seen = self.seen[language]
             if name is None or name in seen:
@@ -237,15 +247,16 @@ def _aligned(first: Path, second: Path) -> Iterator[Pair]:
 
 
 def _tab_separated(path: Path, languages: Languages) -> Iterator[Pair]:
-    columns, places = 0, None
+    columns, places, quoted = 0, None, False
     for number, line in enumerate(lines(path), 1):
         if not line:
             continue
         cells = line.split("\t")
         if places is None:
             columns = len(cells)
-            names = tuple(cell.strip(' "') for cell in cells)  # as spreadsheets write them
-            if places := _places(languages, names):
+            names = tuple(unquoted(cell).strip(' "') for cell in cells)
+            quoted = all(len(cell) > 1 and cell[0] == cell[-1] == '"' for cell in cells)
+            if places := _places(languages, names):  # of a quoted header, all cells may be quoted
                 twice = next((names[i] for i in places if names.count(names[i]) > 1), None)
                 if twice is not None:
                     raise UsageError(f"{path}, line 1: {twice} names two columns; expected one")
@@ -258,11 +269,11 @@ def _tab_separated(path: Path, languages: Languages) -> Iterator[Pair]:
                 expected = f"names of columns, with {languages} among them"
                 name = f"two columns and a name such as train.{'-'.join(languages.own)}.tsv"
                 raise UsageError(f"{path}, line 1: expected {expected}, or {name}")
-            places = named
+            places, quoted = named, False
         if len(cells) != columns:
             count = f"{path}, line {number} has {len(cells)} columns"
             raise UsageError(f"{count}: expected {columns}, as in line 1")
-        yield cells[places[0]], cells[places[1]]
+        yield tuple(unquoted(cells[i]) if quoted else cells[i] for i in places)
 
 
 _ROLES = {"source", "target", "src", "tgt"}  # names of columns that do not tell the language
@@ -408,8 +419,8 @@ def sacrebleu_files(name: str, languages: Languages) -> dict[str, Path]:
         raise UsageError(f"`source.sacrebleu` {name}: `sacrebleu --list` has all test sets")
     known = utils.get_langpairs_for_testset(name)
     orders = [tuple(pair.split("-")) for pair in known]
-    for order in sorted(orders, key=lambda order: languages.among(order) != order):
-        if None in (found := languages.among(order)):
+    for order in sorted(orders, key=lambda order: languages.found(order) != order):
+        if None in (found := languages.found(order)):
             continue
         pair = "-".join(order)
         try:

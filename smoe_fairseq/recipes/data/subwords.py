@@ -161,6 +161,13 @@ def learn_from(
             options |= {"user_defined_symbols": list(user_defined_symbols) or None}
             flags = arguments({name.replace("_", "-"): value for name, value in options.items()})
             failed = f"sentencepiece cannot learn from {raw} with {shlex.join(flags)}"
+            if least := re.search(r"smaller than required_chars. \d+ vs (\d+)", str(error)):
+                bytes_ = " (256 of them for bytes, by byte-fallback)" * bool(
+                    options.get("byte_fallback")
+                )
+                raise UsageError(
+                    f"--vocab-size {options['vocab_size']}: {raw} needs at least {least[1]} subwords{bytes_}"
+                ) from None
             reason = re.sub(r"\w+: (src/\S+ \[.*?\] )?", "", str(error), count=1)  # its source line
             raise UsageError(f"{failed}: {reason or error}") from None
     # The model notes the path of its rules: the same text gives the same file.
