@@ -43,6 +43,14 @@ def test_tables_of_flags_are_as_declared():
     assert with_tables(page.replace("| `--moe-top-k` | `2` |", "| `--moe-top-k` | `3` |")) == page
 
 
+@pytest.mark.soak
+def test_the_table_of_methods_is_as_the_configs_say():
+    """`python docs/family.py` makes it anew."""
+    page = (ROOT / "docs/family.md").read_text("utf-8")
+    with_table = runpy.run_path(str(ROOT / "docs/family.py"))["with_table"]
+    assert with_table(page.replace("|`dense`|", "|`dens`|")) == page and "|`dense`|" in page
+
+
 # What makes a command of the page take seconds; later flags take the place of earlier ones.
 SMALLER = {
     "scripts/prepare.sh": "--vocab-size 320",

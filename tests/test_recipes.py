@@ -203,6 +203,11 @@ def test_without_its_last_checkpoint_a_run_goes_on_from_the_newest(tmp_path, suf
     assert "--restore-file runs/multi30k/moe/checkpoint_2_20.pt" in printed
     (folder / f"checkpoint_last{suffix}.pt").touch()
     assert "--restore-file" not in recipe(tmp_path, "train", "multi30k", "moe", **given).stdout
+    last = folder / f"checkpoint_last{suffix}.pt"
+    last.write_bytes(b"PK, and the rest is lost")
+    assert f"{last.relative_to(tmp_path)} is cut off" in refusal(
+        recipe(tmp_path, "train", "multi30k", "moe", **given)
+    )
 
 
 def test_steps_out_of_order_name_the_missing_step(tmp_path):

@@ -191,9 +191,9 @@ def test_bases_that_are_missing_or_stand_on_one_another(configs):
     configs({"base": "two"}, "one.yaml")
     configs({"base": "one"}, "two.yaml")
     configs({"pairs": ["a-b"], "base": "one"})
-    assert "two.yaml: its `base` one stands on it in turn" in refusal()
+    assert "two.yaml: its `base` one is in turn based on it" in refusal()
     configs({"pairs": ["a-b"], "base": "datasets/odd"})  # a copy with the name of its base
-    assert "odd.yaml: its `base` datasets/odd stands on it" in refusal()
+    assert "odd.yaml: its `base` datasets/odd is in turn based on it" in refusal()
 
 
 def test_a_file_that_cannot_be_read(configs):

@@ -28,6 +28,12 @@ def fingerprint(path: Path) -> str:
     return digest.hexdigest()
 
 
+def is_cut_off(path: Path) -> bool:
+    """Whether a file begins as a checkpoint's archive and has not its end, as after a full disk."""
+    with open(path, "rb") as opened:
+        return opened.read(2) == b"PK" and not zipfile.is_zipfile(path)
+
+
 def _table(opened) -> bytes:
     """The parts of an archive, without its own name, which torch puts in front; empty for other files."""
     try:

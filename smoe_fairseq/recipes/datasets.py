@@ -227,7 +227,7 @@ def _merge_bases(path: Path, derived: tuple[Path, ...] = ()) -> DictConfig | dic
     below = config_folder() / f"{base}.yaml"
     derived += (path.resolve(),)
     if below.resolve() in derived:
-        raise UsageError(f"{path}: its `base` {base} stands on it in turn")
+        raise UsageError(f"{path}: its `base` {base} is in turn based on it")
     if not below.exists():
         raise UsageError(f"{path}: its `base` {base!r}: {below} is missing")
     return OmegaConf.merge(_merge_bases(below, derived), own)

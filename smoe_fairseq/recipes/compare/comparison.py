@@ -46,7 +46,7 @@ def comparison(dataset: Dataset, first: str, second: str, metric: str = scores.B
     systems = {name: _System(dataset, name, metric) for name in (first, second)}
     one, other = systems.values()
     if shared := sorted({*one.runs} & {*other.runs}):
-        both = f"{', '.join(shared)} is of both; expected two that share no run"
+        both = f"both have {', '.join(shared)}; expected two that share no run"
         raise UsageError(f"--compare {first} {second}: {both}")
     if (binary := Folders(dataset.name).binary).exists():
         for run in (*one.runs, *other.runs):
@@ -147,10 +147,10 @@ class _System:
 def _smallest_p_note(first: Sequence[float], second: Sequence[float]) -> str:
     """A note on the smallest possible p-value of the permutation test for this number of runs."""
     if min(len(first), len(second)) < 2:
-        return "p (seeds) takes two runs of each"
+        return "p (seeds) needs two runs of each system"
     permutations = math.comb(len(first) + len(second), len(first))
     least = max((1 + (len(first) == len(second))) / permutations, 1 / (PERMUTATIONS + 1))
-    return f"p (seeds): permutation test over the runs; with so many it is at least {least:.4f}"
+    return f"p (seeds): permutation test over the runs; for this many it is at least {least:.4f}"
 
 
 def _paired_note(systems: Collection["_System"], points: Sequence[Sequence[float]]) -> list[str]:

@@ -5,6 +5,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from smoe_fairseq.checkpoints.content import is_cut_off
 from smoe_fairseq.compat.checkpoint_names import newest_checkpoint
 from smoe_fairseq.errors import UsageError
 from smoe_fairseq.files import open_plain
@@ -66,6 +67,9 @@ def train(dataset: Dataset, method: str, flags: Sequence[str], force_resume: boo
     if dataset.start and not restored:
         start, upcycle = _start(dataset, words, folder)
         started = [*start, "--pretrained", dataset.start["fingerprint"]]
+    for last in () if restored else filter(is_cut_off, folder.glob("checkpoint_last*.pt")):
+        advice = "delete it, and the same command resumes from the newest other checkpoint, if any"
+        raise UsageError(f"{last} is cut off: {advice}")
     if not restored and (newest := newest_checkpoint(folder)):
         words, start = [*words, "--restore-file", str(newest)], []
         warn(f"{folder} has no checkpoint_last.pt: training goes on from {newest.name}")
