@@ -9,7 +9,6 @@ from test_recipes import commands, write_dataset
 
 from smoe_fairseq.errors import UsageError
 from smoe_fairseq.recipes.evaluation import metrics, scores
-from smoe_fairseq.recipes.evaluation.generate import best_translations
 from smoe_fairseq.recipes.program_flags import arguments, flag_values
 
 REFERENCES = ["The cat, here  ", "猫坐在垫子上。", "one more line of text", "end"]
@@ -39,13 +38,6 @@ def test_flags_and_lengths_are_checked():
         metrics.score(["a"], ["a"], {"no-such": 5})
     with pytest.raises(UsageError, match="1 translations and 2 references"):
         metrics.score(["a"], ["a", "b"], {})
-
-
-def test_translations_end_at_line_feeds_alone(tmp_path):
-    """As for `grep` and `cut`, which a dry run prints."""
-    generated = tmp_path / "generate-test.txt"
-    generated.write_bytes("S-1\tx\nD-1\t-0.5\ta\rb\u2028c\nD-0\t-0.5\t\n".encode())
-    assert best_translations(generated) == ["", "a\rb\u2028c"]
 
 
 def test_tokenizer_of_a_language():

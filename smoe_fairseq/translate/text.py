@@ -26,14 +26,17 @@ from smoe_fairseq.translate.sentences import divide, split_sentences
 from smoe_fairseq.translate.shortlist import Shortlist
 
 
-def by_length(lengths: Sequence[int], max_tokens: int) -> Iterator[list[int]]:
+def by_length(
+    lengths: Sequence[int], max_tokens: int, max_sentences: int | None = None
+) -> Iterator[list[int]]:
     """Batches of indices, the longest texts first, with at most ``max_tokens`` each, padding included.
 
     A text that is longer is a batch by itself.
     """
     batch: list[int] = []
     for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-        if batch and (len(batch) + 1) * lengths[batch[0]] > max_tokens:
+        is_full = batch and (len(batch) + 1) * lengths[batch[0]] > max_tokens
+        if is_full or len(batch) == max_sentences:
             yield batch
             batch = []
         batch.append(index)
@@ -141,6 +144,7 @@ class BatchTranslator:
         int8: whether the models compute in int8, on a CPU; see `quantize`.
         shortlist: a file of ``smoe shortlist``; directions that it lacks use all tokens.
         keep: pack copies of the translator's models, which can otherwise no longer be trained or saved.
+        max_sentences: of a batch; by default limited by ``max_tokens`` alone.
 
     It can be called from several threads.
 
@@ -155,8 +159,10 @@ class BatchTranslator:
         int8: bool = False,
         shortlist: Path | str | None = None,
         keep: bool = False,
+        max_sentences: int | None = None,
     ):
         self.translator, self.max_tokens = translator, max_tokens
+        self.max_sentences = max_sentences
         self.models = list(translator.models)
         self.ours = all(getattr(model, "has_own_search", False) for model in self.models)
         for flag, is_set in (("--int8", int8), ("--shortlist", shortlist is not None)):
@@ -183,6 +189,7 @@ class BatchTranslator:
         target: str | None = None,
         options: Options = Options(),
         done: Callable[[int], None] = lambda number: None,
+        prefixes: Sequence[Sequence[int]] | None = None,
     ) -> list[Translation]:
         """Translations in the order of the texts; those of texts without words are empty.
 
@@ -193,6 +200,7 @@ class BatchTranslator:
         Args:
             source, target: languages; optional if only one direction is possible.
             done: called after each batch with the number of texts that begin in it.
+            prefixes: first tokens of each translation, in place of ``options.prefix``.
 
         Raises:
             UsageError: the direction is unknown or ambiguous, or a text is not a string.
@@ -204,9 +212,13 @@ class BatchTranslator:
         parts = [of_text for of_text, _ in divided]
         flat = [part for of_text in parts for part in of_text]
         begins = [not n for of_text in parts for n in range(len(of_text))]
+        if prefixes is not None:
+            prefixes = [
+                () if n else prefix for p, prefix in zip(parts, prefixes) for n in range(len(p))
+            ]
         done(sum(not of_text for of_text in parts))
         by_index: dict[int, Translation] = {}
-        for batch, translations in self._translate(task, flat, begins, options):
+        for batch, translations in self._translate(task, flat, begins, options, prefixes):
             by_index.update(zip(batch, translations, strict=True))
             done(sum(begins[index] for index in batch))
         remaining = iter(by_index[index] for index in range(len(flat)))
@@ -238,7 +250,7 @@ class BatchTranslator:
         return list(itertools.chain(*divided)), [*itertools.chain(*within), gaps[-1]]
 
     def _translate(
-        self, task, texts: list[str], begins: list[bool], options: Options
+        self, task, texts: list[str], begins: list[bool], options: Options, prefixes: list | None
     ) -> Iterator[tuple[list[int], list[Translation]]]:
         """Indices and translations of each batch.
 
@@ -255,7 +267,8 @@ class BatchTranslator:
         def translate(batch: list[int]) -> tuple[list[int], list[Translation]]:
             sample = dataset.collater([dataset[index] for index in batch])
             order = sample["id"].tolist()
-            prefix = readout.prefixes(options.prefix, [begins[index] for index in order])
+            own = prefixes and [prefixes[index] for index in order]
+            prefix = readout.prefixes(options.prefix, [begins[index] for index in order], own)
             most = int(options.max_len_a * lengths[batch].min() + options.max_len_b)
             if prefix is not None and prefix.shape[1] > most:
                 limit = f"at most {most} subwords, the limit of --max-len-a and --max-len-b"
@@ -274,7 +287,7 @@ class BatchTranslator:
 
         share = max(_FEW_TOKENS, int(lengths.sum()) // max(self.threads, 1))
         limit = min(share, self.max_tokens // max(self.threads, 1))
-        batches = list(by_length(lengths.tolist(), limit))
+        batches = list(by_length(lengths.tolist(), limit, self.max_sentences))
         threads = min(self.threads, len(batches))
         self.searches |= {search} if self.ours else set()
         try:

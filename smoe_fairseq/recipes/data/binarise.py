@@ -9,7 +9,7 @@ import os
 import shutil
 import struct
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,10 +32,9 @@ from smoe_fairseq.recipes.data.raw import (
     write_sizes,
 )
 from smoe_fairseq.recipes.data.subwords import encode_files
-from smoe_fairseq.recipes.data.text_files import Chunk, chunks, map_chunks
+from smoe_fairseq.recipes.data.text_files import Chunk, map_chunks
 from smoe_fairseq.recipes.datasets import Dataset, both_orders
 from smoe_fairseq.recipes.folders import shard_folders
-from smoe_fairseq.recipes.processes import warn
 from smoe_fairseq.subwords import read_subwords, write_sums
 
 SUFFIXES = ("bin", "idx")
@@ -180,44 +179,6 @@ def count_sentences(index: Path) -> int:
         if index.stat().st_size == _HEADER.size + 12 * sentences:  # an int32 and an int64 each
             return sentences
     raise UsageError(f"{index} is cut off, or not an index of fairseq-preprocess")
-
-
-def check_texts(texts: Iterable[Path], binary: Path) -> None:
-    """Raise UsageError if lines of a raw file were added, removed or moved since it was binarised.
-
-    Lines that were edited in place cause a warning only.
-    """
-    words, model = Vocabulary(), None
-    if (binary / "spm.model").exists():
-        words = read_dictionary(min(binary.glob("**/dict*.txt")))
-        model = read_subwords(binary / "spm.model")
-    for text in texts:
-        _check_text(text, binary, words, model)
-
-
-def _check_text(text: Path, binary: Path, words: Vocabulary, model) -> None:
-    advice = f"restore it, or delete {binary} and prepare the data set again"
-    pair = text.name.split(".")[1]
-    names = (f"{text.name.replace(pair, order)}.idx" for order in both_orders(pair))
-    index = next(filter(Path.exists, map(shard_folders(binary)[0].joinpath, names)), None)
-    lines = [line for chunk in chunks(text) for line in chunk.lines()]
-    if index is None or len(lines) != (count := count_sentences(index)):
-        change = f"has {len(lines):,} lines, and {count:,} were binarised" if index else "is new"
-        raise UsageError(f"{text} {change}: {advice}")
-    if model is None:
-        return
-    content = np.fromfile(index.with_suffix(".bin"), token_dtype(index)).tolist()
-    ends = np.cumsum(read_index(index)).tolist()
-    binarised = [tuple(content[start:end]) for start, end in zip([0, *ends], ends)]
-    known, changed = set(binarised), 0
-    for number, (pieces, before) in enumerate(zip(model.encode(lines, out_type=str), binarised), 1):
-        sentence = (*map(words.__getitem__, pieces), EOS)
-        if sentence != before and sentence in known:
-            moved = f"line {number} was another line when it was binarised"
-            raise UsageError(f"{text}, {moved}: {advice}")
-        changed += sentence[: len(before) - 1] != before[:-1]  # long sentences were cut off
-    if changed:
-        warn(f"{changed:,} of {len(lines):,} lines of {text} were changed since it was binarised")
 
 
 # Binarised text of other authors, in an archive or a folder: checked and used unchanged.

@@ -5,7 +5,7 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from importlib.metadata import version
@@ -16,7 +16,7 @@ from tqdm import tqdm
 from smoe_fairseq import locks
 from smoe_fairseq.checkpoints.content import fingerprint
 from smoe_fairseq.errors import UsageError, quietly
-from smoe_fairseq.files import write_whole
+from smoe_fairseq.files import read_plain, write_whole
 from smoe_fairseq.flags import flag_of
 from smoe_fairseq.forms import read_json
 from smoe_fairseq.recipes import pretrained
@@ -24,7 +24,7 @@ from smoe_fairseq.recipes.data.download import tokenizer_file
 from smoe_fairseq.recipes.data.raw import check
 from smoe_fairseq.recipes.data.text_files import count_lines, progress
 from smoe_fairseq.recipes.datasets import Dataset, naming_settings
-from smoe_fairseq.recipes.evaluation import generate, metrics, scores
+from smoe_fairseq.recipes.evaluation import metrics, scores, translations
 from smoe_fairseq.recipes.folders import (
     Folders,
     checkpoint_file,
@@ -33,7 +33,6 @@ from smoe_fairseq.recipes.folders import (
     run_name,
     run_seed,
     seed_of,
-    shard_folders,
     test_file,
     whole_checkpoint,
 )
@@ -88,6 +87,15 @@ class Evaluation:
         """The file that ``fairseq-generate`` writes."""
         return self.partial / direction / "generate-test.txt"
 
+    def job(self, direction: str) -> translations.Job:
+        return translations.Job(
+            self.generation(direction),
+            self.source(direction),
+            self.reference(direction),
+            self.partial / f"{direction}.txt",
+            self.generated(direction),
+        )
+
     def scoring(self, direction: str) -> list[str]:
         """The commands that follow ``fairseq-generate``."""
         start = self.partial / direction
@@ -118,23 +126,32 @@ class Evaluation:
         Translations by the same search are scored again if only the scoring, or a reference, has changed.
         """
         folder = self.partial if self.partial.exists() else self.complete
-        if self._is_of_this_search(folder):
-            for direction in self.directions:
-                with suppress(UsageError):  # not translated
-                    self.add_scores(folder, direction)
-            scored, known = self.scored(folder), {}
-            if folder == self.complete and (self.folder / scores.FILE).exists():
-                known = scores.read(self.folder)
-            for direction in list(scored):  # without translations that something else has changed
-                before = known.get(direction)
-                if before and before.checksum not in (None, scored[direction].checksum):
-                    del scored[direction]
-            if folder == self.partial or len(scored) == len(self.directions):
-                return scored
-        shutil.rmtree(self.partial, ignore_errors=True)
-        self.partial.mkdir(parents=True)
+        same = self._of_this_search(folder)
+        for direction in same:
+            with suppress(UsageError):  # not translated
+                self.add_scores(folder, direction)
+        scored, known = self.scored(folder), {}
+        if folder == self.complete and (self.folder / scores.FILE).exists():
+            known = scores.read(self.folder)
+        for direction in list(scored):  # without translations that something else has changed
+            before = known.get(direction) or scored[direction]
+            if direction not in same or before.checksum not in (None, scored[direction].checksum):
+                del scored[direction]
+        if len(scored) == len(self.directions):
+            self._write_key(folder)
+            return scored
+        self.partial.mkdir(parents=True, exist_ok=True)
+        for path in folder.glob("*"):  # the complete one stays until another is
+            if path.name.partition(".")[0] not in scored:
+                if folder == self.partial:
+                    shutil.rmtree(path) if path.is_dir() else path.unlink()
+            elif folder == self.complete:
+                copy = shutil.copytree if path.is_dir() else shutil.copyfile
+                copy(path, self.partial / path.name)
         self._write_key(self.partial)
-        return {}
+        if scored:
+            self.save(scored, self.partial)
+        return scored
 
     def scored(self, folder: Path) -> dict[str, scores.Score]:
         """The scores in a folder, by direction."""
@@ -175,44 +192,41 @@ class Evaluation:
         shutil.rmtree(self.complete, ignore_errors=True)
         os.replace(self.partial, self.complete)
 
-    def _is_of_this_search(self, folder: Path) -> bool:
-        """Whether a folder has translations of this search; scores by another scoring are deleted."""
+    def _of_this_search(self, folder: Path) -> set[str]:
+        """The directions that a folder has translations of by this search, if it has any.
+
+        Deletes scores of another reference or by other flags of sacreBLEU.
+        """
         try:
             saved, key = read_json(folder / FILE), self._key
         except UsageError:
-            return False
-        if any(saved.get(name) != key[name] for name in ("checkpoint", "binarised", "flags")):
-            return False
-        if saved != key:
-            if other_texts := saved.get("texts") != key["texts"]:
-                self.check_texts(self.directions)
-            for file in folder.glob("*-*.json"):
-                if other_texts or scores.OF_SACREBLEU.fullmatch(file.name):
-                    file.unlink()
-            self._write_key(folder)
-        return True
-
-    def check_texts(self, directions: Iterable[str]) -> None:
-        """Raise UsageError if references are not in the order of the text that was binarised."""
-        from smoe_fairseq.recipes.data.binarise import check_texts  # imports numpy
-
-        check_texts(map(self.reference, directions), Folders(self.dataset.name).binary)
+            return set()
+        if any(saved.get(name) != key[name] for name in ("checkpoint", "flags")):
+            return set()
+        texts, sources = saved.get("texts", {}), saved.get("sources")
+        if sources is None:  # of version 0.2
+            same = [d for d in self.directions if d in texts and texts[d] == key["texts"].get(d)]
+            sources = {direction: key["sources"][direction] for direction in same}
+        for file in folder.glob("*-*.json") if saved != key | {"sources": sources} else ():
+            if texts != key["texts"] or scores.OF_SACREBLEU.fullmatch(file.name):
+                file.unlink()
+        return {d for d in self.directions if sources.get(d) == key["sources"][d]}
 
     def _write_key(self, folder: Path) -> None:
         write_whole(folder / FILE, json.dumps(self._key, indent=2) + "\n")
 
     @property
     def _key(self) -> dict:
-        """What the translations depend on: checkpoint, binarised text, flags; and the scores: the rest."""
-        digest, folder = hashlib.sha256(), shard_folders(Folders(self.dataset.name).binary)[0]
-        for file in sorted(folder.glob("test.*")):
-            digest.update(f"{file.name} {file.stat().st_size}\n".encode() + file.read_bytes())
+        """What the translations depend on: checkpoint, sources, flags; and the scores: the rest."""
+        sources = {
+            d: hashlib.sha256(read_plain(self.source(d))).hexdigest() for d in self.directions
+        }
         scoring = self.dataset.sacrebleu
         tokenizers = (metrics.tokenizer_of(scoring, d.split("-")[1]) for d in self.directions)
         scoring = scoring | {"tokenize": list(dict.fromkeys(tokenizers))}  # in place of `auto`
         return {
             "checkpoint": {self.checkpoint.name: self.contents},
-            "binarised": digest.hexdigest(),
+            "sources": sources,
             "flags": [*arguments(self.dataset.task | self.dataset.generate), *self.extra],
             "texts": scores.test_checksums(self.dataset, self.directions),
             "sacrebleu": [version("sacrebleu"), *arguments(scoring)],
@@ -282,7 +296,7 @@ def evaluate(dataset: Dataset, method: str, flags: Sequence[str], checkpoint: st
         comment = f"# the model of sacreBLEU's {tokenizer} tokenizer, which is fetched once"
         run([comment, step("tokenizer", tokenizer)])
     if dry_run():
-        generate.check_launch(flags)
+        translations.check_launch(flags)
         for direction in evaluation.directions:
             generation = command("fairseq-generate", *evaluation.generation(direction))
             comment = f"# {dataset.name} {direction}: translate and score"
@@ -400,15 +414,19 @@ def _translate(evaluation: Evaluation) -> None:
     left = [direction for direction in evaluation.directions if direction not in scored]
     if left:
         _check_model(evaluation)
-        evaluation.check_texts(left)
         left.sort(key=lambda d: -evaluation.source(d).stat().st_size)
+        lines = {d: count_lines(evaluation.source(d)) for d in left}
+        for direction, count in lines.items():
+            reference = evaluation.reference(direction)
+            if (other := count_lines(reference)) != count:
+                expected = f"expected as many as in {evaluation.source(direction)}, {count:,}"
+                raise UsageError(f"{reference} has {other:,} lines; {expected}")
         count = len(evaluation.directions)
-        devices = generate.choose_devices(len(left), evaluation.extra)
+        devices = translations.choose_devices(len(left), evaluation.extra)
         print(f"# {devices}: {len(left)} of {count} directions, the longest first", flush=True)
-        jobs = {direction: evaluation.generation(direction) for direction in left}
-        total = sum(count_lines(evaluation.source(d)) for d in left)
-        with progress("evaluate", total, "sentences") as advance:
-            for direction in generate.translate_all(devices, jobs, advance):
+        jobs = {direction: evaluation.job(direction) for direction in left}
+        with progress("evaluate", sum(lines.values()), "sentences") as advance:
+            for direction in translations.translate_all(devices, jobs, advance):
                 scored[direction] = _score(evaluation, direction)
                 evaluation.save(scored, evaluation.partial)
                 with tqdm.external_write_mode(sys.stdout):
@@ -441,14 +459,13 @@ def _check_model(evaluation: Evaluation) -> None:
 
 
 def _score(evaluation: Evaluation, direction: str) -> scores.Score:
-    """Write the translations and sacreBLEU's output."""
-    translations = generate.best_translations(evaluation.generated(direction))
-    folder = evaluation.partial
-    for file in folder.glob(f"{direction}.*json"):  # of an evaluation that was cut short
+    """Write sacreBLEU's output for new translations."""
+    for file in evaluation.partial.glob(
+        f"{direction}.*json"
+    ):  # of an evaluation that was cut short
         file.unlink()
-    write_whole(folder / f"{direction}.txt", "".join(f"{line}\n" for line in translations))
-    evaluation.add_scores(folder, direction)
-    return evaluation.score(folder, direction)
+    evaluation.add_scores(evaluation.partial, direction)
+    return evaluation.score(evaluation.partial, direction)
 
 
 def _print_score(direction: str, score: scores.Score, count: str) -> None:

@@ -1,0 +1,216 @@
+"""Translate the raw text of test sets as ``smoe translate`` does, with the flags of ``fairseq-generate``.
+
+On a CPU or one GPU this process translates; on a CPU, each thread has its own batch. On several GPUs, a
+process on each translates one direction at a time.
+"""
+
+import ast
+import multiprocessing
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import as_completed
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from smoe_fairseq.errors import UsageError, quietly
+from smoe_fairseq.files import write_whole
+from smoe_fairseq.flags import flag_of
+from smoe_fairseq.host_memory import cores
+from smoe_fairseq.recipes.data.text_files import workers_for
+from smoe_fairseq.recipes.evaluation.scores import lines_of
+from smoe_fairseq.recipes.processes import whole_number
+from smoe_fairseq.recipes.program_flags import parse_flags
+from smoe_fairseq.recipes.training.launcher import Launch, plan_launch, visible_gpus
+
+if TYPE_CHECKING:
+    from smoe_fairseq.translate.readout import Translation
+
+# Generation options without effect on the search, or handled here.
+_IGNORED = ("prefix_size", "no_seed_provided", "sacrebleu", "no_beamable_mm")
+
+
+@dataclass(frozen=True)
+class Devices:
+    """``gpus`` with a process each; without any, ``threads`` of this process."""
+
+    gpus: tuple[str, ...]
+    threads: int
+
+    def __str__(self) -> str:
+        if self.gpus:
+            return f"{len(self.gpus)} GPU{'s' * (len(self.gpus) > 1)}"
+        return f"the CPU, {self.threads} thread{'s' * (self.threads > 1)}"
+
+
+def check_launch(extra: Sequence[str]) -> tuple[Launch, int | None]:
+    """What ``GPUS``, ``JOBS`` and the user's flags ask for; raises as `plan_launch`."""
+    return plan_launch(extra), whole_number("JOBS", least=1)
+
+
+def choose_devices(directions: int, extra: Sequence[str]) -> Devices:
+    """The devices for a number of directions; raises as `check_launch`."""
+    launch, jobs = check_launch(extra)
+    if launch.cpu:
+        import torch
+
+        return Devices((), jobs or min(torch.get_num_threads(), cores()))
+    gpus = visible_gpus(launch.gpus)
+    count = min(directions, jobs or len(gpus))
+    return Devices(tuple(gpus[i % len(gpus)] for i in range(count)), 1)
+
+
+@dataclass(frozen=True)
+class Job:
+    """The translation of a test set.
+
+    Args:
+        words: the arguments of ``fairseq-generate``.
+        source, reference: raw text.
+        translations: the file to write, a translation per line.
+        generated: the file of ``fairseq-generate`` to write, where S and T are raw text.
+    """
+
+    words: Sequence[str]
+    source: Path
+    reference: Path
+    translations: Path
+    generated: Path
+
+
+def translate_all(
+    devices: Devices, jobs: Mapping[str, Job], done: Callable[[int], None]
+) -> Iterator[str]:
+    """Yield each direction as soon as it is translated.
+
+    Args:
+        jobs: by direction, in the order in which to start them.
+        done: called with the number of sentences of each batch; with several GPUs, of each direction.
+
+    Raises:
+        UsageError: an argument, the checkpoint or the data is invalid; or a process was killed.
+    """
+    if len(devices.gpus) < 2:
+        model = Model(devices.threads)
+        for direction, job in jobs.items():
+            model.translate(job, done)
+            yield direction
+        return
+    queue = multiprocessing.get_context("spawn").Queue()
+    for gpu in devices.gpus:
+        queue.put(gpu)
+    with workers_for(_gpu_worker, queue, count=len(devices.gpus)) as submit:
+        running = {submit(job): direction for direction, job in jobs.items()}
+        for future in as_completed(running):
+            done(future.result())
+            yield running[future]
+
+
+def _gpu_worker(queue) -> Callable[[Job], int]:
+    """A function that translates on a GPU from the queue and returns the number of sentences."""
+    os.environ["CUDA_VISIBLE_DEVICES"] = queue.get()
+    model = Model(threads=1)
+
+    def translate(job: Job) -> int:
+        counts: list[int] = []
+        model.translate(job, counts.append)
+        return sum(counts)
+
+    return translate
+
+
+class Model:
+    """The model of a checkpoint, loaded with the first test set that it translates.
+
+    Args:
+        threads: number of batches in parallel on a CPU.
+    """
+
+    def __init__(self, threads: int):
+        self.threads = threads
+        self.loaded = None
+
+    def translate(self, job: Job, done: Callable[[int], None]) -> None:
+        """Write the files of a job.
+
+        A sentence that is longer than the model accepts is divided. Models other than `SMoETransformerModel`
+        use fairseq's search. Raises UsageError for an invalid argument or checkpoint.
+        """
+        with quietly():
+            cfg = parse_flags("fairseq-generate", job.words)
+            if self.loaded is None:
+                self.loaded = self._load(cfg)
+            options = _options(cfg, self.loaded.ours)
+            texts, references = map(lines_of, (job.source, job.reference))
+            source, target = cfg.task.source_lang, cfg.task.target_lang
+            prefixes = self._prefixes(cfg, references)
+            found = self.loaded.translate_batch(texts, source, target, options, done, prefixes)
+        job.generated.parent.mkdir(parents=True, exist_ok=True)
+        rows = enumerate(zip(found, references, strict=True))
+        lines = (line for number, row in rows for line in _generated(number, *row))
+        write_whole(job.generated, "".join(f"{line}\n" for line in lines))
+        best = (translation.hypotheses[0].text for translation in found)
+        write_whole(job.translations, "".join(f"{text}\n" for text in best))
+
+    def _prefixes(self, cfg, references: list[str]) -> list[list[int]] | None:
+        """The first tokens of ``--prefix-size``, of which that of the language is one."""
+        if cfg.generation.prefix_size <= 0:
+            return None
+        from smoe_fairseq.translate.readout import Readout, encoded
+
+        translator = self.loaded.translator
+        task = translator.task_for(cfg.task.source_lang, cfg.task.target_lang)
+        forced = len(Readout(translator, translator.models, task).forced)
+        size = max(0, cfg.generation.prefix_size - forced)
+        ids = (encoded(translator, text, task.target_dictionary) for text in references)
+        return [each[:size].tolist() for each in ids]
+
+    def _load(self, cfg):
+        import torch
+        from fairseq.utils import split_paths
+
+        from smoe_fairseq.translate.load import Translator
+        from smoe_fairseq.translate.text import BatchTranslator
+
+        overrides = ast.literal_eval(cfg.common_eval.model_overrides)
+        data = split_paths(cfg.task.data)[0]
+        translator = Translator.of_run(cfg.common_eval.path, data=data, **overrides)
+        translator.cfg.generation = cfg.generation  # for models that use fairseq's search
+        if cfg.common.fp16:
+            translator.half()
+        if torch.cuda.is_available() and not cfg.common.cpu:
+            translator.cuda()
+        else:
+            torch.set_num_threads(self.threads)
+        sentences, tokens = cfg.dataset.batch_size, cfg.dataset.max_tokens
+        if tokens is None:
+            tokens = sys.maxsize if sentences else 12000  # as fairseq-generate does
+        return BatchTranslator(translator, tokens * self.threads, max_sentences=sentences)
+
+
+def _options(cfg, ours: bool):
+    """The flags of the search; raises UsageError for one that only fairseq's search supports."""
+    from fairseq.dataclass.configs import GenerationConfig
+
+    from smoe_fairseq.translate.text import Options
+
+    own = {field.name for field in fields(Options)} & vars(GenerationConfig()).keys()
+    for name, default in vars(GenerationConfig()).items():
+        given = getattr(cfg.generation, name, default)
+        if ours and given != default and name not in own and name not in _IGNORED:
+            flag, advice = flag_of(name), "DRY_RUN=1 prints its command"
+            raise UsageError(f"{flag}: only fairseq-generate's search has it; {advice}")
+    seed = {} if cfg.common.seed is None else {"seed": cfg.common.seed}
+    values = {name: getattr(cfg.generation, name) for name in own}
+    return Options(**values | seed, divide_above=sys.maxsize)
+
+
+def _generated(number: int, translation: "Translation", reference: str) -> Iterator[str]:
+    """The lines of a sentence as ``fairseq-generate`` prints them; S and T are raw text."""
+    yield f"S-{number}\t{translation.source}"
+    yield f"T-{number}\t{reference}"
+    for each in translation.hypotheses:
+        yield f"H-{number}\t{each.score}\t{each.text}"
+        yield f"D-{number}\t{each.score}\t{each.text}"
+        yield f"P-{number}\t{' '.join(f'{score:.4f}' for score in each.scores)}"
