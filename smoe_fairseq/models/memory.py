@@ -19,7 +19,6 @@ import torch
 import torch.distributed as dist
 from fairseq.modules import SinusoidalPositionalEmbedding
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from smoe_fairseq.errors import UsageError
 from smoe_fairseq.flags import flag_of
@@ -31,6 +30,7 @@ from smoe_fairseq.modules import StratifiedMoE
 from smoe_fairseq.modules.activation import Hidden
 from smoe_fairseq.modules.branches import FeedForward
 from smoe_fairseq.modules.parallel import Placement
+from smoe_fairseq.translate.load import WithoutRandomValues
 
 LENGTH = 32  # tokens of a sentence, if the data is unknown
 COPIES = (
@@ -60,24 +60,13 @@ class NotForecastError(UsageError):
 # ---- Before a model is built in the host's memory ----
 
 
-class _WithoutValues(TorchFunctionMode):
-    """Skips initial values, for which torch loads its compiler on the meta device (seconds)."""
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        in_init = getattr(func, "__module__", None) == nn.init.__name__
-        if in_init or func in (Tensor.normal_, Tensor.uniform_):
-            return args[0] if args else kwargs["tensor"]
-        return func(*args, **kwargs)
-
-
 @contextmanager
 def shapes_only() -> Iterator[None]:
     """Build models on the meta device: their shapes without their memory."""
     positions = SinusoidalPositionalEmbedding.get_embedding
     SinusoidalPositionalEmbedding.get_embedding = lambda rows, width, *_: torch.empty(rows, width)
     try:
-        with torch.device("meta"), _WithoutValues():
+        with torch.device("meta"), WithoutRandomValues():
             yield
     finally:
         SinusoidalPositionalEmbedding.get_embedding = staticmethod(positions)

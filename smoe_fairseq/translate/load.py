@@ -15,6 +15,8 @@ from fairseq.data.encoders.sentencepiece_bpe import SentencepieceBPE, Sentencepi
 from fairseq.dataclass.utils import overwrite_args_by_name
 from fairseq.hub_utils import GeneratorHubInterface
 from fairseq.utils import split_paths
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from smoe_fairseq.errors import UsageError, naming_file
 from smoe_fairseq.subwords import CODES, SubwordNMT, checked_subwords
@@ -93,6 +95,25 @@ def _has_dictionaries(folder: Path) -> bool:
     return folder.is_dir() and any(folder.glob("dict.*"))
 
 
+_RANDOM = (
+    *(Tensor.normal_, Tensor.uniform_),
+    *(nn.init.normal_, nn.init.uniform_, nn.init.kaiming_uniform_),
+)
+
+
+class WithoutRandomValues(TorchFunctionMode):
+    """Skips random initial values, of models that are loaded or that are built for their shapes.
+
+    On the meta device torch would load its compiler for them (seconds).
+    """
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func in _RANDOM:
+            return args[0] if args else kwargs["tensor"]
+        return func(*args, **kwargs)
+
+
 @cache  # a registration cannot be undone: once per process, not once per model
 def _use_one_thread_after_fork() -> None:
     """OpenMP would wait forever for the threads of the parent, which a forked process lacks."""
@@ -157,7 +178,8 @@ class TrainedModel(GeneratorHubInterface):
                 prepare(saved, overrides, data)
             check_names(saved, overrides)
             overwrite_args_by_name(saved, text_settings(data, saved.task) | overrides)
-        with knowing_direction(data, "source_lang and target_lang"):
+        known = knowing_direction(data, "source_lang and target_lang")
+        with known, WithoutRandomValues():
             load, files = checkpoint_utils.load_model_ensemble_and_task, [str(checkpoint)]
             models, cfg, task = load(files, state=state)
         _use_one_thread_after_fork()
