@@ -33,6 +33,8 @@ def import_plugin(name: str) -> None:
         raise UsageError(f"plugin {name}: {expected}") from None
     except (FileNotFoundError, ValueError) as error:
         raise UsageError(f"plugin {name}: {error}") from None
+    except SyntaxError as error:
+        raise UsageError(f"plugin {name}: {error}") from error
     imported[name] = None
 
 

@@ -100,3 +100,10 @@ def test_a_bad_checkpoint_gets_one_sentence(three_languages, tmp_path):
         given = ("--path", tmp_path / name, "--output", tmp_path / "new", "--cpu")
         assert f"{tmp_path / name} " in refusal("analyze", three_languages, *given)
     assert not (tmp_path / "new").exists()
+
+
+def test_data_of_other_languages_is_named(three_languages, gates_by_hand, tmp_path):
+    other = shutil.copytree(three_languages, tmp_path / "other")
+    (other / "dict.aa.txt").unlink()
+    given = ("--path", gates_by_hand, "--output", tmp_path / "new", "--cpu")
+    assert f"not {other}" in refusal("analyze", other, *given)

@@ -181,8 +181,8 @@ assert "smoe_fairseq" not in sys.modules
 @pytest.mark.parametrize(
     "change, named",
     [
-        ({"languages": {}}, ("language en;", "eng_Latn", "mine.yaml")),
-        ({"pairs": ["en-zh", f"en-{NEW}"]}, ("language zh;", "zho_Hans")),
+        ({"languages": {}}, ("{en: eng_Latn}", "mine.yaml")),
+        ({"pairs": ["en-zh", f"en-{NEW}"]}, ("{zh: zho_Hans}")),
         ({"new-languages": {NEW: {}, "swh_Latn": {}}}, ("new-languages.swh_Latn",)),
         ({"new-languages": {NEW: {"like": "xx"}}}, (f"new-languages.{NEW}.like", "xx")),
         ({"new-languages": {}}, ("add-subwords", "new-languages")),

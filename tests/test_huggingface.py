@@ -465,6 +465,9 @@ def test_subwords_are_sentencepieces(tmp_path):
     for text in ("the [NAME] house", "[NAME] the [NAME] [NAME]"):
         assert tokenizer.decode(tokenizer(text)["input_ids"], skip_special_tokens=True) == text
     assert tokenizer("the \ud800old")["input_ids"] == tokenizer("the old")["input_ids"]
+    for index in (-100, 9999):  # -100: a label that is not counted
+        with pytest.raises(UsageError, match=str(index)):
+            tokenizer.batch_decode([[5, index, 2]], skip_special_tokens=True)
     with pytest.raises(UsageError, match="spm.model"):
         SMoETokenizer(str(tmp_path / "vocab.json"))
     tokenizer.save_pretrained(tmp_path)

@@ -121,6 +121,20 @@ def test_a_name_that_is_taken_is_refused(tmp_path, balancing):
     refused(run("smoe", "path", check=False, SMOE_PLUGINS=str(tmp_path / "mine.py")), "topk")
 
 
+def test_a_gate_of_another_class_is_refused(tmp_path):
+    imports = "from smoe_fairseq.modules.gates import register_gate"
+    for gate in ("class G:\n    pass\n", "class G\n"):
+        (tmp_path / "own.py").write_text(f"{imports}\n@register_gate('mine')\n{gate}")
+        refused(run("smoe", "path", check=False, SMOE_PLUGINS=str(tmp_path / "own.py")), "own.py")
+
+
+def test_logits_of_another_shape_are_refused():
+    block = StratifiedMoE(D, D, strata="4")
+    block.gates[0].logits = lambda x: x[:, :1]
+    with pytest.raises(ValueError, match="logits"):
+        block(torch.randn(3, D))
+
+
 @pytest.mark.parametrize("wrong", ["rounds=many", "rounds=nan", "turns=3"])
 def test_numbers_of_a_gate_are_checked(wrong, balancing):
     with pytest.raises(ValueError, match="gate_options"):

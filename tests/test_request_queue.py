@@ -51,7 +51,7 @@ def test_batches_are_of_one_kind_in_the_order_of_arrival(queue, model):
     model.go_on.set()
     assert results(a + b + c) == ["a 1", "a 2", "b 3", "a 4", "a 5"]
     assert model.batches[1:] == [("a", ["1", "2", "4"]), ("b", ["3"]), ("a", ["5"])]
-    assert queue.translated == 6 and queue.batches == 4
+    assert queue.translated == 6 and queue.batches == 4 and queue.translating == 0
 
 
 def test_a_request_is_taken_whole_or_not(queue, model):

@@ -44,9 +44,13 @@ def load(checkpoint: Path, data: str | Path) -> tuple[nn.Module, object]:
         if not path.exists():
             raise UsageError(f"{path} is missing")
     task = values_of(values_of(state.get("cfg")).get("task"))
-    models, _, task = checkpoint_utils.load_model_ensemble_and_task(
-        [str(checkpoint)], arg_overrides=text_settings(str(data), task)
-    )
+    try:
+        models, _, task = checkpoint_utils.load_model_ensemble_and_task(
+            [str(checkpoint)], arg_overrides=text_settings(str(data), task)
+        )
+    except FileNotFoundError as error:
+        expected = f"expected the binarised data that {checkpoint} was trained with, not {data}"
+        raise UsageError(f"{error.filename} is missing: {expected}") from None
     # Gates whose experts choose have none: their number of tokens is not a limit.
     for capacity in capacities_of(models[0]):
         capacity.eval_factor = 0.0

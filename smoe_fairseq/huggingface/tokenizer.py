@@ -172,6 +172,9 @@ class SMoETokenizer(PreTrainedTokenizer):
         return ids.get(token, ids["<unk>"])
 
     def _convert_id_to_token(self, index: int) -> str:
+        if not 0 <= index < len(self.target):
+            advice = "; replace the -100 of labels by tokenizer.pad_token_id" * (index == -100)
+            raise UsageError(f"id {index}: expected one of 0 to {len(self.target) - 1}{advice}")
         return self.target[index]
 
     def convert_tokens_to_string(self, tokens: list[str]) -> str:

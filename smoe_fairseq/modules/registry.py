@@ -11,15 +11,19 @@ class Registry(dict):
     def __init__(self, kind: str):
         super().__init__()
         self.kind = kind
+        self.base: type | None = None  # of which all parts are subclasses
 
     def register(self, name: str) -> Callable[[Any], Any]:
         """A decorator that adds a class or function under this name.
 
         Raises:
-            ValueError: another module has registered the name.
+            ValueError: another module has registered the name, or the part is not of the kind's class.
         """
 
         def add(part):
+            if self.base and not (isinstance(part, type) and issubclass(part, self.base)):
+                expected = f"expected a subclass of {self.base.__module__}.{self.base.__name__}"
+                raise ValueError(f"{self.kind} {name!r} of {part.__module__}: {expected}")
             taken = self.get(name, part)
             if (taken.__module__, taken.__qualname__) != (part.__module__, part.__qualname__):
                 raise ValueError(

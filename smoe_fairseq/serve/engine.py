@@ -222,7 +222,6 @@ class RequestQueue:
             self.translating = len(batch)
             if batch:
                 self._translate(batch)
-            self.translating = 0
 
     def _next_batch(self) -> list[_Waiting] | None:
         """The first waiting text and others of its kind, in their order; None if the queue is closed.
@@ -254,14 +253,16 @@ class RequestQueue:
             answers = list(zip(batch, results, strict=True))
         except Exception as error:
             if len(batch) == 1 or self._closed:
+                self.translating -= len(batch)
                 for entry in batch:
                     entry.future.set_exception(QueueClosed() if self._closed else error)
                 return
             for entry in batch:  # so that only the text that causes the error fails
                 self._translate([entry])
             return
-        self.batches += 1
+        self.batches += 1  # before the answers are sent, after which somebody may ask
         self.translated += len(batch)
+        self.translating -= len(batch)
         for entry, answer in answers:
             entry.future.set_result(answer)
 

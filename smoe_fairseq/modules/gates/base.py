@@ -27,7 +27,7 @@ class BaseGate(LinearGate):
         nn.init.orthogonal_(self.weight, gain=0.1 * self.init_scale)
 
     def decide(self, x_TD: Tensor, active_T: Tensor) -> Routing:
-        logits_TE = self.logits(x_TD)
+        logits_TE = self.checked_logits(x_TD)
         expert_T = logits_TE.argmax(dim=1)
         if self.training:
             balanced = balanced_assignment(logits_TE[active_T]).to(expert_T.device)

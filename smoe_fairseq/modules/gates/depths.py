@@ -37,7 +37,7 @@ class DepthsGate(ExpertChoiceGate):
 
     def decide(self, x_TD: Tensor, active_T: Tensor, sentence_T: Tensor) -> Routing:
         """As `ExpertChoiceGate.decide`."""
-        logits_TE = self.logits(x_TD)
+        logits_TE = self.checked_logits(x_TD)
         if self.training:
             taken_TE = self.take(logits_TE.detach(), sentence_T, active_T, self.factor)
         else:

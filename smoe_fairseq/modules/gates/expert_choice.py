@@ -43,7 +43,7 @@ class ExpertChoiceGate(LinearGate):
 
     def decide(self, x_TD: Tensor, active_T: Tensor, sentence_T: Tensor) -> Routing:
         """``sentence`` is the index of each token's sentence."""
-        logits_TE = self.logits(x_TD)
+        logits_TE = self.checked_logits(x_TD)
         probs_TE = logits_TE.softmax(dim=-1)
         group_T = torch.zeros_like(sentence_T) if self.training else sentence_T
         factor = self.factor if self.training else self.eval_factor

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from smoe_fairseq.modules.registry import parse_numbers
+from smoe_fairseq.modules.registry import GATES, parse_numbers
 from smoe_fairseq.modules.routing import Capacity, Places, Routing, rank_within_expert
 from smoe_fairseq.modules.torch_features import without_autocast
 
@@ -107,6 +107,9 @@ class Gate(nn.Module):
             getattr(self, self.learner).update(observed_N)
 
 
+GATES.base = Gate
+
+
 class LinearGate(Gate):
     """Scores experts by ``W x`` (the logits of the paper's eq. 2)."""
 
@@ -124,6 +127,14 @@ class LinearGate(Gate):
     def logits(self, x_TD: Tensor) -> Tensor:
         """``W x`` in at least float32, since half precision flips close choices."""
         return wide_linear(x_TD, self.weight)
+
+    def checked_logits(self, x_TD: Tensor) -> Tensor:
+        """`logits`, which plugins replace; raises ValueError unless there is one per token and expert."""
+        logits_TE, expected = self.logits(x_TD), (x_TD.shape[0], self.num_experts)
+        if logits_TE.shape != expected:
+            shapes = f"{tuple(logits_TE.shape)}, expected {expected}, of tokens and experts"
+            raise ValueError(f"{type(self).__name__}.logits returned the shape {shapes}")
+        return logits_TE
 
 
 def draw_as_linear(weight: nn.Parameter, scale: float) -> None:

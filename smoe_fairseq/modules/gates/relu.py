@@ -32,7 +32,7 @@ class ReLUGate(AnyNumberGate):
         self.coefficient = L1Coefficient(self.target)
 
     def decide(self, x_TD: Tensor, active_T: Tensor) -> Routing:
-        logits_TE = self.logits(x_TD)
+        logits_TE = self.checked_logits(x_TD)
         weight_TE, choice_TE = logits_TE.relu().sort(dim=1, descending=True, stable=True)
         chosen_TE = (weight_TE > 0) & active_T.unsqueeze(1)
         logits_TE = self.exit_bias(logits_TE)

@@ -32,7 +32,7 @@ class ThresholdGate(AnyNumberGate):
         self.threshold = RunningThreshold(self.num_experts, config.threshold_step)
 
     def decide(self, x_TD: Tensor, active_T: Tensor) -> Routing:
-        logits_TE, threshold_E = self.logits(x_TD), self.threshold.value()
+        logits_TE, threshold_E = self.checked_logits(x_TD), self.threshold.value()
         margin_TE = (logits_TE - threshold_E).detach()
         margin_TE, choice_TE = margin_TE.sort(dim=1, descending=True, stable=True)
         weight_TE = logits_TE.sigmoid().gather(1, choice_TE)

@@ -142,7 +142,7 @@ class TopKGate(LinearGate):
         self, x_TD: Tensor, earlier_TE: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Logits, those with the exit bias, scores and probabilities (paper, eq. 2 and 5)."""
-        own_TE = self.logits(x_TD)
+        own_TE = self.checked_logits(x_TD)
         if self.residual_weight is not None:
             earlier_TE = earlier_TE[:, -own_TE.shape[1] :]
             own_TE = own_TE + wide_linear(earlier_TE, self.residual_weight)

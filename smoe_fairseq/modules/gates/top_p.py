@@ -34,7 +34,7 @@ class TopPGate(AnyNumberGate):
         return float(min(num_experts, math.ceil(round(config.top_p * num_experts, 9))))
 
     def decide(self, x_TD: Tensor, active_T: Tensor) -> Routing:
-        logits_TE = self.exit_bias(self.logits(x_TD))
+        logits_TE = self.exit_bias(self.checked_logits(x_TD))
         probs_TE = logits_TE.softmax(dim=-1)
         sorted_TE, choice_TE = probs_TE.detach().sort(dim=1, descending=True, stable=True)
         # The sum of the larger probabilities; 0 for the best expert, which is always chosen.

@@ -61,10 +61,13 @@ def check_languages(dataset: Dataset, known: Sequence[str]) -> None:
     for language in dataset.languages:
         if language not in {*known, *dataset.new_languages}:
             (near,) = assign((language,), tuple(known))
-            near = near or nearest(language, known, 0) or known[0]
+            near = near or nearest(language, known)
+            code = {model: code for code, model in dataset.codes.items()}.get(language, language)
+            own = f"{language}: expected one of {', '.join(known[:9])}{', ...' * (len(known) > 9)}"
+            if near:
+                own = f"{language}, but {near}: expected `languages: {{{code}: {near}}}`"
             raise UsageError(
-                f"{file}: the pretrained model has no language {language}; the nearest is {near}: expected "
-                f"`languages: {{{language}: {near}}}`, or `new-languages`"
+                f"{file}: the pretrained model has no language {own}, or `new-languages`"
             )
     for language, settings in dataset.new_languages.items():
         key = f"{file}: `new-languages.{language}"
