@@ -125,7 +125,7 @@ def test_batches_of_sentences(monkeypatch):
     ],
 )
 def test_number_types_among_the_flags_of_a_data_set(tmp_path, own, precision, expected):
-    train = {"arch": "transformer", "lr": 1, "max-tokens": 64, "max-update": 1, **own}
+    train = {"arch": "smoe_transformer", "lr": 1, "max-tokens": 64, "max-update": 1, **own}
     given = write_dataset(tmp_path / "c", "own", pairs=["a-b"], raw={}, train=train, experts=4)
     given |= {"DRY_RUN": "1", "GPUS": "1", "PRECISION": precision, "FORECAST": "0"}
     (words,) = commands(recipe(tmp_path, "train", "own", "moe", **given), "fairseq-train")

@@ -1,6 +1,5 @@
 """``smoe average``: one checkpoint whose weights are the mean of several."""
 
-import re
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Mapping, Sequence
@@ -13,7 +12,7 @@ from tqdm import tqdm
 
 from smoe_fairseq.checkpoints import io, sets
 from smoe_fairseq.checkpoints.content import MADE_OF, fingerprint
-from smoe_fairseq.compat.checkpoint_names import PENDING, files_read, rank_of, set_name
+from smoe_fairseq.compat.checkpoint_names import PENDING, files_read, rank_of, saved, set_name
 from smoe_fairseq.errors import UsageError
 
 # Suffix of step counts of --moe-balance bias and of gates that learn by counts.
@@ -27,11 +26,7 @@ _SETTINGS = (
     *("moe_copy_experts", "moe_constant_experts", "moe_scores"),
     *("moe_gate_normalization", "moe_eval_capacity_factor", "smoe_norm", "moe_stacked"),
 )
-# fairseq's names of checkpoints at the end of an epoch, and after a number of updates.
-KINDS = {
-    "epoch": re.compile(r"checkpoint(\d+)\.pt"),
-    "update": re.compile(r"checkpoint_\d+_(\d+)\.pt"),
-}
+KINDS = ("epoch", "update")
 
 
 def average(paths: Sequence[Path]) -> dict:
@@ -151,7 +146,7 @@ def add_average_arguments(parser: ArgumentParser) -> None:
     words = (
         "with --last: checkpoints of epochs, or of every N updates; needed if the folder has both"
     )
-    parser.add_argument("--by", choices=sorted(KINDS), help=words)
+    parser.add_argument("--by", choices=KINDS, help=words)
     sets.add_output_arguments(parser)
 
 
@@ -221,11 +216,10 @@ def _are_equal(first: Path, second: Path) -> bool:
 
 
 def _newest(folder: Path, last: int, by: str | None) -> list[Path]:
-    names = {set_name(file).name for file in folder.iterdir() if file.suffix in (".pt", PENDING)}
-    files = {
-        kind: {int(m[1]): folder / name for name in names if (m := pattern.fullmatch(name))}
-        for kind, pattern in KINDS.items()
-    }
+    files: dict[str, dict[int, Path]] = {kind: {} for kind in KINDS}
+    found = saved(file for file in folder.iterdir() if file.suffix in (".pt", PENDING))
+    for file, (epoch, updates) in found.items():
+        files["update" if updates else "epoch"][updates or epoch] = file
     if by is None:
         kinds = [kind for kind in KINDS if files[kind]]
         if len(kinds) > 1:

@@ -4,9 +4,15 @@
 """
 
 import re
+from collections.abc import Iterable
 from pathlib import Path
 
 PENDING = ".pending"  # suffix of a complete file that has not been renamed yet
+# ``checkpointEPOCH.pt``, at the epoch's end, and ``checkpoint_EPOCH_UPDATES.pt`` within it.
+_NAME = re.compile(
+    r"(checkpoint(?:_last|_best|(?:_(?=\d+_))?(?P<epoch>\d+)(?:_(?P<updates>\d+))?))"
+    r"(?P<suffix>(?:-\w+-?\d+)*)\.pt"
+)
 _RANK = re.compile(r"-rank-(\d+)\.pt(\.pending)?$")
 
 
@@ -50,20 +56,26 @@ def files_read(path: Path) -> list[Path]:
     return [path, *rank_files(set_name(path)).values()]
 
 
+def saved(files: Iterable[Path]) -> dict[Path, tuple[int, int]]:
+    """Epoch and updates (0: the epoch's end) of fairseq's regular checkpoints; a set is there once."""
+    found = {path: _NAME.fullmatch(path.name) for path in map(set_name, files)}
+    return {
+        path: (int(match["epoch"]), int(match["updates"] or 0))
+        for path, match in found.items()
+        if match and match["epoch"] and not match["suffix"]
+    }
+
+
 def newest_checkpoint(folder: Path) -> Path | None:
     """The newest checkpoint, unless there is a ``checkpoint_last.pt``; None without any.
 
-    Without that, training would start anew and replace the checkpoint. Names are
-    ``checkpointEPOCH.pt``, at the epoch's end, and ``checkpoint_EPOCH_UPDATES.pt`` within it.
+    Without that, training would start anew and replace the checkpoint.
     """
     checkpoints = {}
     for file in folder.glob("checkpoint*.pt"):
-        name = re.fullmatch(
-            r"(checkpoint(?:_(last|best)|_?(\d+)(?:_(\d+))?))(-\w+-?\d+)*\.pt", file.name
-        )
-        if name and name[2] == "last":
+        if (name := _NAME.fullmatch(file.name)) and name[1] == "checkpoint_last":
             return None
         if name:
-            order = (int(name[3] or 0), float(name[4] or "inf"), file.stat().st_mtime)
+            order = int(name["epoch"] or 0), float(name["updates"] or "inf"), file.stat().st_mtime
             checkpoints[order] = folder / f"{name[1]}.pt"
     return checkpoints[max(checkpoints)] if checkpoints else None

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import smoe_fairseq
 from smoe_fairseq.checkpoints.content import fingerprint
-from smoe_fairseq.compat.checkpoint_names import rank_files
+from smoe_fairseq.compat.checkpoint_names import rank_files, saved
 from smoe_fairseq.errors import UsageError
 from smoe_fairseq.files import read_plain
 from smoe_fairseq.recipes.config_files import CHECKPOINT
@@ -21,7 +21,6 @@ SIZES = "sizes.json"  # {pair: training sentence pairs}
 LEFT_OUT = "left_out.json"  # {pair: {read, kept, and a count for each fault}} of training text
 LARGEST_SEED = 2**31 - 1
 # Checkpoints of epochs and of updates, perhaps of a rank's experts.
-_SAVED = re.compile(r"(checkpoint(?:_\d+_(\d+)|(\d+)))(?:-rank-\d+)?\.pt")
 _RUN = re.compile(r"(?P<method>.+)\.seed-(?P<seed>\d+)")
 
 
@@ -163,20 +162,18 @@ def fingerprints(folder: Path, which: str) -> dict[str, str]:
 
 def _parts(folder: Path, which: str) -> list[Path]:
     """The files, or names of sets, that a run's checkpoint is, or is made of."""
-    file, saved = checkpoint_file(folder, which), {}
+    file = checkpoint_file(folder, which)
     if not (number := int(which.partition(":")[2] or 0)):
         return [file]
-    for name in (file.name for file in folder.glob("checkpoint*.pt")):
-        if match := _SAVED.fullmatch(name):
-            saved[f"{match[1]}.pt"] = int(match[2] or 0), int(match[3] or 0)
-    by_update = [name for name in saved if saved[name][0]] or list(saved)
-    last = sorted(by_update, key=saved.get)[-number:]
+    found = saved(folder.glob("checkpoint*.pt"))
+    by_update = [file for file, (_, updates) in found.items() if updates] or list(found)
+    last = sorted(by_update, key=lambda file: found[file][::-1])[-number:]
     if len(last) < number:
         raise UsageError(
             f"--checkpoint average:{number}: {folder} has {len(last)} checkpoints of updates or epochs: "
             "keep more with --save-interval-updates and --keep-interval-updates of training"
         )
-    return [folder / name for name in last]
+    return last
 
 
 def test_file(dataset: Dataset, direction: str, language: str) -> Path:
