@@ -2,6 +2,8 @@
 
 import os
 import signal
+import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -66,6 +68,23 @@ def test_a_signal_to_one_rank_saves_on_all_and_the_run_resumes_exactly(
                 torch.load(tmp_path / f / file, weights_only=True) for f in ("parts", "whole")
             )
             assert_same_bits(one, other)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, soak(signal.SIGINT)])
+def test_a_signal_to_all_processes_of_a_run_saves(ranks, small_corpus, tmp_path, number):
+    """As from `timeout`, a terminal or SLURM: to those that load data, too, even before the others."""
+    loading = ("--num-workers", 2, "--data-buffer-size", 0)  # torch then ends the main thread, too
+    run, _ = begin(ranks, small_corpus, tmp_path / "run", "one", *loading)
+    (pid,) = run.pids
+    threads = Path(f"/proc/{pid}/task").glob("*/children")
+    workers = [worker for children in threads for worker in children.read_text().split()]
+    assert workers
+    for each in (*map(int, workers), pid):
+        os.kill(each, number)
+        time.sleep(0.1)
+    assert run.wait() == [128 + number], run.output()
+    assert updates(tmp_path / "run") > 0
+    wait_until(lambda: not any(Path(f"/proc/{worker}").exists() for worker in workers))
 
 
 def test_a_second_signal_ends_at_once(ranks, small_corpus, tmp_path):

@@ -4,6 +4,7 @@ All ranks agree after each update, so that they save the same one. The first sig
 validation that follows it, end; a second one ends the process at once.
 """
 
+import functools
 import logging
 import os
 import signal
@@ -24,6 +25,28 @@ GRACE_SECONDS = (
 )
 
 
+@functools.cache
+def keep_loading() -> None:
+    """Let processes that are forked from now on, which load data, end by signals of their parent alone.
+
+    `timeout`, SLURM and terminals send a signal to all processes of a run, but the update that ends, and a
+    validation after it, need their data.
+    """
+    os.register_at_fork(after_in_child=_await_parent)
+
+
+def _await_parent() -> None:
+    parent = os.getppid()
+    signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
+
+    def watch() -> None:
+        while signal.sigwaitinfo(ENDING).si_pid != parent:
+            pass
+        os._exit(0)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
 class SaveTimer:
     """When this rank wants to save.
 
@@ -32,6 +55,7 @@ class SaveTimer:
     """
 
     def __init__(self, minutes: float):
+        keep_loading()
         self.minutes, self.saved, self.status = minutes, time.monotonic(), 0
         self.before: dict[int, object] = {}
 
