@@ -182,7 +182,7 @@ assert "smoe_fairseq" not in sys.modules
     "change, named",
     [
         ({"languages": {}}, ("{en: eng_Latn}", "mine.yaml")),
-        ({"pairs": ["en-zh", f"en-{NEW}"]}, ("{zh: zho_Hans}")),
+        ({"pairs": ["en-zh", f"en-{NEW}"]}, ("{zh: zho_Hans}",)),
         ({"new-languages": {NEW: {}, "swh_Latn": {}}}, ("new-languages.swh_Latn",)),
         ({"new-languages": {NEW: {"like": "xx"}}}, (f"new-languages.{NEW}.like", "xx")),
         ({"new-languages": {}}, ("add-subwords", "new-languages")),

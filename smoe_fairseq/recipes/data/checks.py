@@ -181,7 +181,7 @@ def _advice(row: Row, dataset: Dataset) -> Iterator[str]:
         leaked = f"of the test set, {sides} are in the training text: scores will be too good"
         setting = "`clean: {overlap: drop}`"
         if dataset.raw.get("split") != "hash":
-            setting += ", or `raw: {split: hash}` for text that is split here"
+            setting += ", or `raw: {split: hash}` if one text was divided"
         yield f"{leaked}; set {setting}"
     if elsewhere := row.leaked["other pairs"]:
         leaked = f"{elsewhere:,} sentences of the test set are in the training text of other pairs"
