@@ -61,7 +61,7 @@ def interrupted(folder: Path, script: str, words, send: signal.Signals, environm
         process.kill()
     log = (folder / "runs/tiny/smoe-2-2/train.log").read_text()
     assert "Traceback" not in output and "gloo" in log, output
-    assert "the same command goes on from runs/tiny/smoe-2-2/checkpoint_last.pt" in output
+    assert "the same command resumes from runs/tiny/smoe-2-2/checkpoint_last.pt" in output
     return process.returncode
 
 

@@ -123,7 +123,7 @@ def test_the_last_line_says_how_to_go_on(tmp_path, ending, said, saved, begun):
     if ending == "exit 1" and not begun:  # as at a flag that fairseq-train refuses
         assert not result.stderr
         return
-    goes_on = f"the same command goes on from runs/tiny/smoe-2-2/{saved}"
+    goes_on = f"the same command resumes from runs/tiny/smoe-2-2/{saved}"
     if ending == "exit 1":  # not by a signal: the same would come again
         goes_on = f"once the cause is fixed, {goes_on}"
     starts = "without runs/tiny/smoe-2-2/checkpoint_last.pt the same command starts again"

@@ -188,7 +188,7 @@ REFUSED = {
     "none": ({"text": None, "texts": []}, 422, "texts: 0 of them; expected 1 to 64"),
     "many": ({"text": None, "texts": ["1"] * 65}, 422, "texts: 65 of them; expected 1 to 64"),
     "long": ({"text": "1 " * 500}, 422, "tokens, of at most 200"),
-    "longer": ({"text": "1 " * 3000}, 422, "tokens is longer than the model takes (1024): divide"),
+    "longer": ({"text": "1 " * 3000}, 422, "tokens is longer than the model's limit, 1024: divide"),
     "too much": ({"text": "1 " * MAX_BODY}, 413, f"the body has more than {MAX_BODY} bytes"),
     "no source": ({"source": None}, 422, "source is null; expected"),
     "language": ({"target": "xx"}, 422, "from 'en' to 'xx': no such direction; expected one of "),

@@ -107,7 +107,7 @@ def test_the_file_is_that_of_its_dictionary(data, tmp_path):
     assert shortlist.of("aa", "cc") is None
     other = Dictionary.load(str(data / "dict.aa.txt"))
     other.symbols[7] = "other"
-    with pytest.raises(UsageError, match=r"it is of another dictionary of aa"):
+    with pytest.raises(UsageError, match=r"another dictionary of aa"):
         Shortlist(data / "shortlist.npz", task_of(other))
     (data / "broken.npz").write_text("no")
     content = dict(np.load(data / "shortlist.npz"))

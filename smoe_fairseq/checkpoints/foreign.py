@@ -84,7 +84,7 @@ def with_our_names(path: Path, weights: Mapping[str, Tensor]) -> dict[str, Tenso
                 "set"
             )
         if len({tensor.shape for tensor in tensors.values()}) > 1:
-            raise UsageError(f"{path}: the experts of {layer} are of several sizes; expected one")
+            raise UsageError(f"{path}: the experts of {layer} have several sizes; expected one")
         result[name] = torch.stack([tensors[e] for e in range(expected)])
     return result
 

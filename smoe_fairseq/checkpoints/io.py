@@ -158,10 +158,10 @@ def check_set(records: Mapping[Path, Record | None]) -> None:
         if record.rank != rank or (rank_of(path) or 0) != rank:
             raise UsageError(f"{path} has rank {record.rank}'s experts: it was moved or copied")
         if record.world_size != first.world_size:
-            raise UsageError(f"{path} is of {record.world_size} files, unlike {first_path}")
+            raise UsageError(f"{path} belongs to {record.world_size} files, unlike {first_path}")
         if record.save != first.save:
             updates = f"update {record.num_updates}, not {first.num_updates}"
-            raise UsageError(f"{path} is of another save than {first_path} ({updates})")
+            raise UsageError(f"{path} was saved at another time than {first_path} ({updates})")
     if len(records) < first.world_size:  # not more, since each rank is below the world size
         missing = rank_file(set_name(first_path), len(records))
         raise UsageError(f"{missing} is missing: the set has {first.world_size} files")

@@ -283,7 +283,7 @@ def check_checkpoint(model, state_dict) -> None:
             )
     name = next(n for n in sorted({**own, **loaded}) if own.get(n) != loaded.get(n))
     raise UsageError(
-        f"the checkpoint is of another architecture: {name} is {loaded.get(name, 'missing')} in it "
+        f"the checkpoint has another architecture: {name} is {loaded.get(name, 'missing')} in it "
         f"and {own.get(name, 'missing')} in this model; {advice}"
     )
 

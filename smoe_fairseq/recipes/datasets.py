@@ -175,7 +175,7 @@ def load_dataset(name: str) -> Dataset:
     keep = merged["keep"]
     for pair in keep:
         if not _is_pair(pair) or {*both_orders(pair)} & {*pairs}:
-            expected = "expected pairs such as en-de that `pairs` has not"
+            expected = "expected pairs such as en-de that `pairs` lacks"
             raise UsageError(f"{path}: `keep` has {pair}: {expected}")
     known_languages = {language for pair in pairs + keep for language in pair.split("-")}
     for key, languages in merged["classes"].items():

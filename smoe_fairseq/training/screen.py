@@ -51,7 +51,7 @@ def _tell_once(handler: logging.FileHandler, record: logging.LogRecord) -> None:
     """In place of a stack trace for each line of a log that cannot be written, as on a full disk."""
     handler.emit = lambda record: None
     reason = getattr(sys.exc_info()[1], "strerror", None) or sys.exc_info()[1]
-    message = f"warning: {handler.baseFilename} cannot be written: {reason}; training goes on"
+    message = f"warning: {handler.baseFilename} cannot be written: {reason}; training continues"
     print(message, file=sys.stderr, flush=True)
 
 

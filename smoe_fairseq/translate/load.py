@@ -198,7 +198,7 @@ class TrainedModel(GeneratorHubInterface):
         longest = limit if isinstance(limit, int) else limit[0]  # the source's limit
         if len(tokens) > longest:
             raise UsageError(
-                f"a sentence of {len(tokens)} tokens is longer than the model takes ({longest}): divide it; "
+                f"a sentence of {len(tokens)} tokens is longer than the model's limit, {longest}: divide it; "
                 f"it begins with {sentence[:40]!r}"
             )
         return tokens

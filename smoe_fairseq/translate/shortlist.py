@@ -67,7 +67,7 @@ class Shortlist:
             size = int(content[f"{language} size"])
             if len(dictionary) < size or content[f"{language} digest"] != digest(dictionary, size):
                 raise UsageError(
-                    f"{flag}: it is of another dictionary of {language}; make one with smoe shortlist"
+                    f"{flag}: it was made with another dictionary of {language}; make one with smoe shortlist"
                 )
 
     def of(self, source: str, target: str) -> Callable[[Tensor], Tensor] | None:

@@ -177,8 +177,11 @@ def _by_language(dataset: Dataset, rows: list[Row]) -> str:
 def _advice(row: Row, dataset: Dataset) -> Iterator[str]:
     """The problems of a pair, with the settings that solve them."""
     counts, kept = row.counts, row.counts["kept"]
-    if sides := ", ".join(f"{row.leaked[side]:,} {side}" for side in SIDES if row.leaked[side]):
-        leaked = f"of the test set, {sides} are in the training text: scores will be too good"
+    names = zip(SIDES, ("sources", "targets", "pairs"), strict=True)
+    if sides := ", ".join(f"{name}: {row.leaked[x]:,}" for x, name in names if row.leaked[x]):
+        leaked = (
+            f"the training text has sentences of the test set ({sides}): scores will be too good"
+        )
         setting = "`clean: {overlap: drop}`"
         if dataset.raw.get("split") != "hash":
             setting += ", or `raw: {split: hash}` if one text was divided"

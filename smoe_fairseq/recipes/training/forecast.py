@@ -85,7 +85,7 @@ def _forecast(dataset: Dataset, launch: Launch, words: list[str]) -> tuple[list[
     takes = f"it takes {mebibytes(held.peak)}"
     if fit < length:
         less = "a smaller model, --memory-efficient-bf16, or --expert-parallel on several GPUs"
-        advice = f", whatever the batch; {less} take less"
+        advice = f", whatever the batch; {less} needs less memory"
     else:
         tokens, parts = memory.same_batch(flags.max_tokens, flags.update_freq, fit)
         advice = f"; with --max-tokens {tokens} --update-freq {parts} it fits"

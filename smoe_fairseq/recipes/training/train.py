@@ -72,7 +72,7 @@ def train(dataset: Dataset, method: str, flags: Sequence[str], force_resume: boo
         raise UsageError(f"{last} is cut off: {advice}")
     if not restored and (newest := newest_checkpoint(folder)):
         words, start = [*words, "--restore-file", str(newest)], []
-        warn(f"{folder} has no checkpoint_last.pt: training goes on from {newest.name}")
+        warn(f"{folder} has no checkpoint_last.pt: training resumes from {newest.name}")
     if not any(folder.glob("checkpoint_last*.pt")):  # a resumed run had its forecast earlier
         with naming_settings(dataset, (f"methods.{method}", "train", "task"), flags):
             comments, warnings = forecast(dataset, launch, words)
@@ -91,7 +91,7 @@ def train(dataset: Dataset, method: str, flags: Sequence[str], force_resume: boo
         run_identity = (method, folders.binary, [*words, *started], launch.processes)
         if not identity.claim(*run_identity, force_resume, machines):
             limits = " or ".join(identity.limits(flag_values(words))) or "--max-update"
-            advice = f"give a larger {limits} to go on, or another SEED for another run"
+            advice = f"give a larger {limits} to continue, or another SEED for another run"
             print(f"{folder} is trained already, to the requested limits: {advice}")
             return
     line = command(*launch.words("fairseq-train"), *words, *start)
@@ -230,7 +230,7 @@ def _run(lines: Sequence[str], folder: Path, launch: Launch, log: Path) -> None:
         how = f"without {folder}/checkpoint_last.pt the same command starts again"
         last = any(folder.glob("checkpoint_last*.pt"))
         if saved := folder / "checkpoint_last.pt" if last else newest_checkpoint(folder):
-            how = f"the same command goes on from {saved}"
+            how = f"the same command resumes from {saved}"
             if not stopped:
                 how = f"once the cause is fixed, {how}"
         if isinstance(ended, UsageError):
