@@ -13,7 +13,7 @@ from fairseq import checkpoint_utils
 from test_refused_types import FORGED, REST, Settings
 from test_training import train as train_smoe
 
-from smoe_fairseq.checkpoints.io import open_checkpoint, record_of
+from smoe_fairseq.checkpoints.reading import open_checkpoint, record_of
 from smoe_fairseq.compat.safe_load import InaccessibleCheckpoint
 from smoe_fairseq.errors import UsageError
 

@@ -16,7 +16,7 @@ from test_compat import WITHOUT, run_without
 from test_expert_parallel import flags
 from test_expert_parallel_checkpoints import refusal
 
-from smoe_fairseq.checkpoints.io import open_checkpoint
+from smoe_fairseq.checkpoints.reading import open_checkpoint
 from smoe_fairseq.checkpoints.sets import Shards
 from smoe_fairseq.compat import safe_load
 from smoe_fairseq.errors import UsageError

@@ -12,11 +12,11 @@ from test_expert_parallel_checkpoints import call, refusal
 from test_lock import SMALL
 from test_trainer import GLOO, MOE
 
-from smoe_fairseq.checkpoints.io import (
+from smoe_fairseq.checkpoints.reading import open_checkpoint
+from smoe_fairseq.checkpoints.trained_with import (
     DICTIONARIES,
     dictionary_checksums,
     dictionary_mismatch,
-    open_checkpoint,
 )
 
 PLUGIN = SMALL[1]

@@ -14,7 +14,7 @@ from ranks import Ranks
 from sampling import soak
 from test_expert_parallel import checkpoint, flags, furthest, whole
 
-from smoe_fairseq.checkpoints.io import Record, open_checkpoint
+from smoe_fairseq.checkpoints.reading import Record, open_checkpoint
 from smoe_fairseq.checkpoints.sets import Shards
 from smoe_fairseq.compat.checkpoint_names import PENDING, rank_file
 from smoe_fairseq.errors import UsageError

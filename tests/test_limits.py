@@ -15,8 +15,8 @@ from fairseq.data.indexed_dataset import MMapIndexedDataset
 from torch.multiprocessing.spawn import ProcessExitedException
 
 from smoe_fairseq.analysis import training_log
-from smoe_fairseq.checkpoints.io import open_checkpoint
 from smoe_fairseq.checkpoints.model import known_options
+from smoe_fairseq.checkpoints.reading import open_checkpoint
 from smoe_fairseq.checkpoints.sets import Shards, run_reshard, weights_of
 from smoe_fairseq.cli import main
 from smoe_fairseq.compat.checkpoint_names import rank_file

@@ -10,7 +10,7 @@ import torch
 from sampling import soak
 from test_recipes import commands, recipe, tiny_place, write_dataset
 
-from smoe_fairseq.checkpoints.io import open_checkpoint
+from smoe_fairseq.checkpoints.reading import open_checkpoint
 from smoe_fairseq.compat.checkpoint_names import rank_file
 from smoe_fairseq.errors import UsageError
 from smoe_fairseq.recipes.datasets import load_dataset

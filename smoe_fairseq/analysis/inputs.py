@@ -17,7 +17,7 @@ from fairseq.utils import move_to_cuda, resolve_max_positions, split_paths
 from torch import nn
 from tqdm import tqdm
 
-from smoe_fairseq.checkpoints.io import open_checkpoint, values_of
+from smoe_fairseq.checkpoints.reading import open_checkpoint, values_of
 from smoe_fairseq.errors import UsageError, naming_file
 from smoe_fairseq.flags import add_flag, positive
 from smoe_fairseq.models.transformer import moe_blocks

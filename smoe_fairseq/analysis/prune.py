@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from smoe_fairseq.analysis import inputs
 from smoe_fairseq.analysis.record import BlockFollower, Recorder
-from smoe_fairseq.checkpoints.io import RECORD, Record
+from smoe_fairseq.checkpoints.reading import RECORD, Record
 from smoe_fairseq.checkpoints.sets import (
     add_output_arguments,
     check_output,

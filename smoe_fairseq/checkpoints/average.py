@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from smoe_fairseq.checkpoints import io, sets
+from smoe_fairseq.checkpoints import reading, sets, trained_with
 from smoe_fairseq.checkpoints.content import MADE_OF, fingerprint
 from smoe_fairseq.compat.checkpoint_names import PENDING, files_read, rank_of, saved, set_name
 from smoe_fairseq.errors import UsageError
@@ -100,14 +100,16 @@ def _mean(total: Tensor, count: int, like: Tensor) -> Tensor:
 def _outline(state: Mapping) -> dict:
     """What all checkpoints have to share: tensors' shapes and types, settings and dictionaries."""
     cfg = state.get("cfg") or {}
-    options, common = (io.values_of(cfg.get(k) or state.get("args")) for k in ("model", "common"))
+    options, common = (
+        reading.values_of(cfg.get(k) or state.get("args")) for k in ("model", "common")
+    )
     return {
         "seed": common.get("seed"),
         "tensors": {n: f"{tuple(t.shape)} {t.dtype}" for n, t in state["model"].items()},
         "settings": {
             f"the setting {n}": str(options[n]) for n in sorted(_SETTINGS) if n in options
         },
-        "dictionaries": state.get(io.DICTIONARIES),
+        "dictionaries": state.get(trained_with.DICTIONARIES),
     }
 
 

@@ -10,13 +10,6 @@ from fairseq.dataclass.utils import convert_namespace_to_omegaconf
 from omegaconf import OmegaConf
 from torch import Tensor
 
-from smoe_fairseq.checkpoints.io import (
-    DICTIONARIES,
-    Record,
-    open_checkpoint,
-    record_of,
-    values_of,
-)
 from smoe_fairseq.checkpoints.model import (
     LOSS_WEIGHTS,
     NORM_OPTION,
@@ -33,7 +26,9 @@ from smoe_fairseq.checkpoints.model import (
     with_model_options,
 )
 from smoe_fairseq.checkpoints.published import published_text
+from smoe_fairseq.checkpoints.reading import Record, open_checkpoint, record_of, values_of
 from smoe_fairseq.checkpoints.sets import OPTIMIZER, UNSET, check_tensors
+from smoe_fairseq.checkpoints.trained_with import DICTIONARIES
 from smoe_fairseq.compat.checkpoint_names import rank_file, rank_files, rank_of, set_name
 from smoe_fairseq.errors import UsageError
 from smoe_fairseq.models.options import SMoETransformerConfig

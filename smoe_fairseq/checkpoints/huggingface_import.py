@@ -9,9 +9,9 @@ from types import ModuleType
 from smoe_fairseq.checkpoints import huggingface_m2m, huggingface_ours
 from smoe_fairseq.checkpoints.foreign import new_checkpoint
 from smoe_fairseq.checkpoints.huggingface_weights import read_weights
-from smoe_fairseq.checkpoints.io import DICTIONARIES
 from smoe_fairseq.checkpoints.model import OURS
 from smoe_fairseq.checkpoints.sets import check_tensors
+from smoe_fairseq.checkpoints.trained_with import DICTIONARIES
 from smoe_fairseq.compat.safe_load import check_content
 from smoe_fairseq.errors import UsageError
 from smoe_fairseq.forms import check, read_json

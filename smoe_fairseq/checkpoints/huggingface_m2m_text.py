@@ -9,7 +9,7 @@ from pathlib import Path
 from torch import Tensor
 
 from smoe_fairseq.checkpoints.huggingface_tokenizer import read_tokenizer
-from smoe_fairseq.checkpoints.io import checksum
+from smoe_fairseq.checkpoints.trained_with import checksum
 from smoe_fairseq.errors import UsageError
 from smoe_fairseq.files import read_plain
 from smoe_fairseq.forms import Number, read_json

@@ -7,9 +7,9 @@ from pathlib import Path
 
 from torch import Tensor
 
-from smoe_fairseq.checkpoints.io import checksum
 from smoe_fairseq.checkpoints.model import LOSS_WEIGHTS, OURS
 from smoe_fairseq.checkpoints.tensors import blocks
+from smoe_fairseq.checkpoints.trained_with import checksum
 from smoe_fairseq.errors import UsageError, naming_file
 from smoe_fairseq.files import read_plain
 from smoe_fairseq.forms import Number, read_json

@@ -10,7 +10,7 @@ from fairseq.data import Dictionary
 from fairseq.models import ARCH_CONFIG_REGISTRY, ARCH_MODEL_INV_REGISTRY
 from torch import Tensor
 
-from smoe_fairseq.checkpoints.io import check_plugins, values_of
+from smoe_fairseq.checkpoints.reading import check_plugins, values_of
 from smoe_fairseq.errors import UsageError, naming_file
 from smoe_fairseq.flags import flag_of
 from smoe_fairseq.models.checks import as_loaded

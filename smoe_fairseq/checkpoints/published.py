@@ -9,7 +9,7 @@ from pathlib import Path
 from torch import Tensor
 
 from smoe_fairseq.checkpoints.huggingface_m2m_text import FIRST, Files, data_files
-from smoe_fairseq.checkpoints.io import values_of
+from smoe_fairseq.checkpoints.reading import values_of
 from smoe_fairseq.errors import UsageError
 from smoe_fairseq.files import read_plain, read_text
 from smoe_fairseq.subwords import check_pieces

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from smoe_fairseq.checkpoints import io
+from smoe_fairseq.checkpoints import reading
 from smoe_fairseq.checkpoints.content import MADE_OF, fingerprint
 from smoe_fairseq.compat.checkpoint_names import (
     PENDING,
@@ -44,13 +44,13 @@ class Shards:
 
     def __init__(self, files: list[Path], optimizer_state: bool = True):
         self.files = files
-        self.states = [io.open_checkpoint(file) for file in files]
+        self.states = [reading.open_checkpoint(file) for file in files]
         if not optimizer_state:
             for state in self.states:
                 state.pop(OPTIMIZER, None)
         states = dict(zip(files, self.states, strict=True))
-        records = {file: io.Record.of(state, file) for file, state in states.items()}
-        io.check_set(records)
+        records = {file: reading.Record.of(state, file) for file, state in states.items()}
+        reading.check_set(records)
         self.record = records[files[0]]
         for file, state in states.items():
             self._check_parts(file, state)
@@ -198,16 +198,16 @@ class Shards:
         if iterator and "ranks" not in iterator:  # an earlier version counted batches of each rank
             batches = iterator["iterations_in_epoch"] * len(self.files) // world_size
             extra["train_iterator"] = {**iterator, "iterations_in_epoch": batches}
-        state[io.RECORD] = {**state[io.RECORD], "world_size": world_size, "rank": rank}
+        state[reading.RECORD] = {**state[reading.RECORD], "world_size": world_size, "rank": rank}
         return state
 
 
 def _newest_set(files: list[Path]) -> list[Path]:
     choices = [
-        {record.save: path for path in (file, pending(file)) if (record := io.record_of(path))}
+        {record.save: path for path in (file, pending(file)) if (record := reading.record_of(path))}
         for file in files
     ]
-    newest = io.newest_whole(choices)
+    newest = reading.newest_whole(choices)
     return files if newest is None else [choice[newest] for choice in choices]
 
 
@@ -232,14 +232,14 @@ def weights_of(path: Path) -> dict:
     """
     name = set_name(path)
     is_set = rank_of(path) is not None or rank_files(name) or rank_files(name, PENDING)
-    if is_set or io.Record.of(io.open_checkpoint(path), path) is not None:
+    if is_set or reading.Record.of(reading.open_checkpoint(path), path) is not None:
         shards = Shards.open(path, optimizer_state=False)
         for state in shards.states:
             state["extra_state"] = _without(state["extra_state"], EMA)
             check_tensors(path, state["model"])
         shards.check_agreement()
         return shards.state_for(world_size=1)
-    state = _without(io.open_checkpoint(path), (OPTIMIZER,))
+    state = _without(reading.open_checkpoint(path), (OPTIMIZER,))
     check_tensors(path, state["model"])
     return {**state, "extra_state": _without(state.get("extra_state", {}), EMA)}
 
@@ -254,7 +254,7 @@ def check_tensors(path: Path, model: Mapping) -> None:
         # An expanded tensor could have more elements than fit into any memory.
         if tensor.numel() * tensor.element_size() > tensor.untyped_storage().nbytes():
             raise UsageError(f"{path}: {name} is larger than its content")
-    io.check_finite(path, ((name, t) for name, t in model.items() if not name.endswith(UNSET)))
+    reading.check_finite(path, ((name, t) for name, t in model.items() if not name.endswith(UNSET)))
 
 
 def memory_key(tensor: Tensor) -> tuple:

@@ -60,7 +60,7 @@ ADDITIONS = (
     "smoe_fairseq.training.gradients",
     "smoe_fairseq.training.launch",
     "smoe_fairseq.training.sharded_checkpoints",
-    "smoe_fairseq.checkpoints.io",
+    "smoe_fairseq.checkpoints.trained_with",
     "smoe_fairseq.training.text",
     "smoe_fairseq.training.program",
     "smoe_fairseq.training.ours",

@@ -24,8 +24,8 @@ from smoe_fairseq.analysis.cost import (
 from smoe_fairseq.analysis.inputs import load
 from smoe_fairseq.analysis.processes import aligned, fits, print_process_costs, process_costs
 from smoe_fairseq.analysis.record import requested_capacity
-from smoe_fairseq.checkpoints.io import open_checkpoint
 from smoe_fairseq.checkpoints.model import saved_options
+from smoe_fairseq.checkpoints.reading import open_checkpoint
 from smoe_fairseq.errors import UsageError, naming_file, quietly
 from smoe_fairseq.flags import add_flag, at_least, flag_of
 from smoe_fairseq.models.memory import LENGTH, Run

@@ -145,7 +145,7 @@ def whole_checkpoint(folder: Path, which: str) -> tuple[Path, tuple[str, ...]]:
     else:
         return whole, ()
     if whole.exists():
-        from smoe_fairseq.checkpoints.io import made_of  # imports torch
+        from smoe_fairseq.checkpoints.reading import made_of  # imports torch
 
         if made_of(whole) == fingerprints(folder, which):
             return whole, ()

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from omegaconf import OmegaConf
 
 from smoe_fairseq import locks
-from smoe_fairseq.checkpoints.io import dictionary_checksums
+from smoe_fairseq.checkpoints.trained_with import dictionary_checksums
 from smoe_fairseq.compat.replacing import replaces
 from smoe_fairseq.ending import end_with_parent
 from smoe_fairseq.errors import UsageError, ends_with_sentence

@@ -9,7 +9,7 @@ from pathlib import Path
 from fairseq import checkpoint_utils
 from torch import Tensor, nn
 
-from smoe_fairseq.checkpoints import io
+from smoe_fairseq.checkpoints import reading, trained_with
 from smoe_fairseq.checkpoints.sets import same_bits
 from smoe_fairseq.compat import checkpoint_names
 from smoe_fairseq.compat.checkpoint_names import rank_files
@@ -112,14 +112,17 @@ def recover(folder: Path, place: Placement) -> None:
         file = checkpoint_names.rank_file(folder / name, place.rank)
         final = pending = message = None
         try:
-            final, pending = io.record_of(file), io.record_of(checkpoint_names.pending(file))
+            final, pending = (
+                reading.record_of(file),
+                reading.record_of(checkpoint_names.pending(file)),
+            )
         except UsageError as error:  # the file may be intact, so nothing must be removed
             message = str(error)
         launch.refuse_together(message)
         gathered = launch.all_gather([record for record in (final, pending) if record])
         if any(r.world_size != place.world_size for records in gathered for r in records):
             continue
-        newest = io.newest_whole([{r.save for r in records} for records in gathered])
+        newest = reading.newest_whole([{r.save for r in records} for records in gathered])
         if newest is None and len(set(launch.all_gather(final and final.save))) > 1:
             continue  # no set is complete: the user decides which files to keep
         if newest and pending and pending.save == newest and not (final and final.save == newest):
@@ -143,7 +146,7 @@ def load_sets(original, cfg, trainer, **options):
         folder = Path(cfg.save_dir)
         recover(folder, place)
         last = checkpoint_names.rank_file(folder / DEFAULT, place.rank)
-        files = launch.all_gather((str(last), last.exists(), io.record_of(last)))
+        files = launch.all_gather((str(last), last.exists(), reading.record_of(last)))
         if cfg.restore_file == DEFAULT and len({exists for _, exists, _ in files}) > 1:
             for file, _, record in files:
                 _check_world_size(file, folder / DEFAULT, place, record)
@@ -180,15 +183,15 @@ def check_content(trainer, path: Path, reset_optimizer: bool) -> None:
     """
     message = None
     if trainer.expert_placement is not None or trainer.data_parallel_rank == 0:
-        content = io.content_of(path)
-        message = io.dictionary_mismatch(path, content, trainer.task)
+        content = reading.content_of(path)
+        message = trained_with.dictionary_mismatch(path, content, trainer.task)
         weights = content.get("model", {})
         pairs = {name.split(".")[1] for name in weights if name.startswith("models.")}
         others = sorted(pairs - {*getattr(trainer.get_model(), "models", pairs)})
         if others and not reset_optimizer:
             message = f"{path} has models for {', '.join(others)}: expected --lang-pairs with them"
         if names := _differing(trainer.get_model(), weights):
-            flags = io.flags_of_other_state(content, trainer.cfg)
+            flags = trained_with.flags_of_other_state(content, trainer.cfg)
             flags = " ".join(flag for flag in flags if "--share-" in flag)
             message = (
                 f"{path}: {' and '.join(names)} differ, and this model shares them: expected the --share- "
@@ -217,12 +220,12 @@ def _check_unsharded(trainer, path: Path) -> None:
             f"{files[min(files)]} is of {len(files)} ranks: resume with as many and --expert-parallel, "
             f"or make one file with smoe reshard {path} --world-size 1 --output another/folder/{path.name}"
         )
-    record = io.record_of(path)
+    record = reading.record_of(path)
     if record is not None and record.world_size > 1:
         raise UsageError(f"{path} is 1 of {record.world_size} files of a set: use smoe consolidate")
 
 
-def _check_world_size(file: str, name: Path, place, record: io.Record | None) -> None:
+def _check_world_size(file: str, name: Path, place, record: reading.Record | None) -> None:
     if record is not None and record.world_size != place.world_size:
         raise UsageError(
             f"{file} is of a set for {record.world_size} ranks: make one for {place.world_size} with "
@@ -235,7 +238,10 @@ def _check_sharded(trainer, path: Path, place) -> None:
     own = None  # a record, or an error message
     if path.exists():
         try:
-            own = io.Record.of(io.open_checkpoint(path)) or "it has no record of its experts"
+            own = (
+                reading.Record.of(reading.open_checkpoint(path))
+                or "it has no record of its experts"
+            )
         except UsageError as error:
             own = str(error)
     records = launch.all_gather((str(path), own))
@@ -249,7 +255,7 @@ def _check_sharded(trainer, path: Path, place) -> None:
     for file, record in records:
         if record is None:
             raise UsageError(f"{file} is missing: {name} is incomplete")
-    io.check_set({Path(file): record for file, record in records})
+    reading.check_set({Path(file): record for file, record in records})
 
 
 def _check_new_run(trainer, path: str) -> None:

@@ -15,8 +15,8 @@ from fairseq.utils import resolve_max_positions
 from omegaconf import open_dict
 from torch import Tensor, nn
 
-from smoe_fairseq.checkpoints import io
-from smoe_fairseq.checkpoints.io import RECORD, Record
+from smoe_fairseq.checkpoints import reading, trained_with
+from smoe_fairseq.checkpoints.reading import RECORD, Record
 from smoe_fairseq.compat.checkpoint_names import pending, rank_file
 from smoe_fairseq.criterions.metrics import on_host
 from smoe_fairseq.errors import UsageError, naming_file
@@ -137,14 +137,14 @@ class SMoETrainer(Trainer):
         ``expert_parallel`` is false in its config, so that a consolidated checkpoint loads without flags.
         """
         state = super().state_dict()
-        state[io.DICTIONARIES] = io.dictionary_checksums(self.task)
+        state[trained_with.DICTIONARIES] = trained_with.dictionary_checksums(self.task)
         block = transformer.first_block(self.get_model())
         if block is None:
             return state
         blocks = transformer.moe_blocks(self.get_model()).values()
         losses = {("loss", name) for name in getattr(self.get_criterion(), "loss_weights", ())}
         if plugins := plugins_of(losses.union(*(block.parts for block in blocks))):
-            state[io.PLUGINS] = plugins
+            state[reading.PLUGINS] = plugins
         place = block.experts.placement
         state["cfg"] = cfg = copy.copy(state["cfg"])
         cfg["model"] = model = copy.copy(cfg["model"])
@@ -223,7 +223,9 @@ class SMoETrainer(Trainer):
                     raise
                 if isinstance(cause, UsageError):
                     raise UsageError(f"{filename}: {cause}") from None
-                if flags := io.flags_of_other_state(io.content_of(filename), self.cfg):
+                if flags := trained_with.flags_of_other_state(
+                    reading.content_of(filename), self.cfg
+                ):
                     raise UsageError(
                         f"{filename}: its training had {' '.join(flags)}; expected the same, or {RESETS}"
                     ) from error
@@ -246,7 +248,7 @@ class SMoETrainer(Trainer):
 
     def _check_loaded(self, filename: str, reset_optimizer: bool) -> None:
         """Raise UsageError unless training can continue from the loaded state."""
-        io.check_finite(filename, self.get_model().named_parameters())
+        reading.check_finite(filename, self.get_model().named_parameters())
         if reset_optimizer:
             return
         updates = self._optim_history[-1]["num_updates"]
@@ -271,7 +273,7 @@ class SMoETrainer(Trainer):
                         f"{filename}: {name} of its optimizer is {tuple(values[name].shape)} for a "
                         f"parameter of {tuple(parameter.shape)}; expected the optimizer of this model"
                     )
-                io.check_finite(filename, [(f"{name} of its optimizer", values[name])])
+                reading.check_finite(filename, [(f"{name} of its optimizer", values[name])])
 
     def get_train_iterator(self, *arguments, **options):
         """As fairseq's; raises UsageError if ranks have different data.

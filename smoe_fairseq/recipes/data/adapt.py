@@ -8,8 +8,9 @@ from pathlib import Path
 
 from smoe_fairseq.checkpoints import huggingface_m2m, huggingface_m2m_text, sets
 from smoe_fairseq.checkpoints.content import fingerprint
-from smoe_fairseq.checkpoints.io import DICTIONARIES, checksum, open_checkpoint, values_of
 from smoe_fairseq.checkpoints.model import transformer_options, with_model_options
+from smoe_fairseq.checkpoints.reading import open_checkpoint, values_of
+from smoe_fairseq.checkpoints.trained_with import DICTIONARIES, checksum
 from smoe_fairseq.checkpoints.upcycle import size_flags
 from smoe_fairseq.checkpoints.vocabulary import Vocabulary
 from smoe_fairseq.errors import UsageError, nearest, quietly

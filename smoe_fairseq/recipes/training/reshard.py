@@ -48,7 +48,7 @@ def reshard(folder: Path, ranks: int) -> None:
     Raises:
         UsageError: a set is incomplete, or the ranks cannot divide its experts.
     """
-    from smoe_fairseq.checkpoints.io import Record, open_checkpoint
+    from smoe_fairseq.checkpoints.reading import Record, open_checkpoint
     from smoe_fairseq.checkpoints.sets import Shards, write_set
     from smoe_fairseq.compat.checkpoint_names import rank_file
 
