@@ -501,7 +501,7 @@ def test_a_data_set_of_hugging_face(tmp_path, dataset):
     assert lines(tmp_path / "raw", "valid.en-ha.en") == [a for a, _ in PAIRS]
 
 
-def test_a_test_set_of_sacrebleu(tmp_path, dataset, monkeypatch):
+def test_a_test_set_of_sacrebleu(tmp_path, dataset, monkeypatch, capsys):
     from sacrebleu.dataset import DATASETS
 
     monkeypatch.setattr(DATASETS["wmt13"], "_outdir", str(tmp_path))
@@ -510,7 +510,8 @@ def test_a_test_set_of_sacrebleu(tmp_path, dataset, monkeypatch):
         (tmp_path / f"wmt13.de-en.{field}").write_text(text)
     for split in ("train", "valid"):
         (tmp_path / f"{split}.tsv").write_text("en\tde\na\tb\n")
-    monkeypatch.setattr(DATASETS["wmt13"], "langpairs", {"de-en": ["x", "y"]})
+    pairs = {"de-en": ["x", "y"], "deu-eng": ["x", "y"]}
+    monkeypatch.setattr(DATASETS["wmt13"], "langpairs", pairs)
     own = dataset(["en-de"], source={"sacrebleu": "wmt13"})
     gather(own, tmp_path, tmp_path / "raw")
     assert lines(tmp_path / "raw", "test.en-de.de") == ["Hund"]
@@ -518,6 +519,7 @@ def test_a_test_set_of_sacrebleu(tmp_path, dataset, monkeypatch):
     own.source["datasets"] = "none"  # for all else
     section = find(own, tmp_path, "test", "en-de")
     assert section.files["de"] == tmp_path / "wmt13.de-en.src"
+    assert "names of" not in capsys.readouterr().err  # of the directions that are searched
     with pytest.raises(UsageError, match="wmt13 has no fr-de"):
         readers.sacrebleu_files("wmt13", readers.Languages(["fr", "de"]))
     with pytest.raises(UsageError, match="wmt99"):

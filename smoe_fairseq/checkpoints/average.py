@@ -3,7 +3,7 @@
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Mapping, Sequence
-from filecmp import cmp
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -211,10 +211,10 @@ def _unique(paths: Sequence[Path]) -> list[Path]:
 
 
 def _are_equal(first: Path, second: Path) -> bool:
-    """Whether two checkpoints, files or sets, have the same content."""
-    both = (first, second)
-    ours, theirs = ([file for file in files_read(path) if file.is_file()] for path in both)
-    return len(ours) == len(theirs) > 0 and all(cmp(*both, False) for both in zip(ours, theirs))
+    """Whether two checkpoints, files or sets, have the same content; not if one cannot be read."""
+    with suppress(UsageError, OSError):
+        return fingerprint(first) == fingerprint(second)
+    return False
 
 
 def _newest(folder: Path, last: int, by: str | None) -> list[Path]:
