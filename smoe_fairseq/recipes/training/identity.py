@@ -154,27 +154,20 @@ def differing(runs: Sequence[Path], left_out: Collection[str] = ()) -> list[str]
 
     Seeds, flags in ``left_out``, and runs whose folders have no identity are not compared.
     """
-    saved = {run.name: record(run) for run in runs}
-    flags = {
-        name: each["flags"] | each.get(_TRAINED, {"training": "that has not ended"})
-        for name, each in saved.items()
-        if each
-    }
+    saved = {run.name: each for run in runs if (each := record(run))}
+    unended = [run for run, each in saved.items() if _TRAINED not in each]
+    found = [f"the training of {' and '.join(unended)} has not ended"] if unended else []
+    flags = {run: each["flags"] | each.get(_TRAINED, {}) for run, each in saved.items()}
     names = dict.fromkeys(name for own in flags.values() for name in own)
-    if "training" in names:
-        names = dict.fromkeys(name for name in names if name not in _LIMITS)
-    found = []
-    for name in names:
-        values = {run: own.get(name) for run, own in flags.items()}
-        (first, one), *others = values.items()
-        if name == "--seed" or name in left_out:
-            continue
+    left_out = {*left_out, "--seed", *(_LIMITS if unended else ())}
+    for name in (name for name in names if name not in left_out):
+        (first, one), *others = ((run, own.get(name)) for run, own in flags.items())
         if other := next((o for o in others if not _equal(name, one or "", o[1] or "")), None):
-            shown = (
-                f"{r} has {f'no {name}' if v is None else f'{name} {v}'}"
-                for r, v in ((first, one), other)
-            )
-            found.append(" and ".join(each.strip() for each in shown))
+            flag = name.partition(" x ")[0]  # of `_with_whole_batch`: of all processes
+            whole = " per update" * (flag != name)
+            both = ((first, one), other)
+            shown = (f"no {flag}" if v is None else f"{flag} {v}{whole}".strip() for _, v in both)
+            found.append(" and ".join(f"{run} has {v}" for (run, _), v in zip(both, shown)))
     return found
 
 

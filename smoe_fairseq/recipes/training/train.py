@@ -115,8 +115,10 @@ def train(dataset: Dataset, method: str, flags: Sequence[str], force_resume: boo
     if not dry_run():
         identity.finish(words)
         (folder / pretrained.UPCYCLED).unlink(missing_ok=True)
-        if not identity.is_joined(folder) and (plot := picture.draw(folder, folder / LOG)):
-            print(f"# {plot} shows losses and learning rate", flush=True)
+        if not identity.is_joined(folder):
+            why = "no picture of the training: it needs matplotlib, and more lines (--log-interval)"
+            plot = picture.draw(folder, folder / LOG)
+            print(f"# {plot} shows losses and learning rate" if plot else f"# {why}", flush=True)
 
 
 def _start(dataset: Dataset, words: Sequence[str], folder: Path) -> tuple[list[str], list[str]]:
