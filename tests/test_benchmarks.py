@@ -2,7 +2,7 @@
 
 import json
 
-from benchmarks import block, program, report
+from benchmarks import block, decoding, program, report
 
 
 def test_the_report_has_what_the_block_measured(tmp_path, monkeypatch):
@@ -23,3 +23,14 @@ def test_the_report_has_what_the_block_measured(tmp_path, monkeypatch):
 def test_updates_are_read_from_the_log():
     log = '2026 | INFO | train_inner | {"wps": "12.5"}\nother\n2026 | INFO | train_inner | {"wps": "13"}'
     assert [update["wps"] for update in program.updates(log)] == ["12.5", "13"]
+
+
+def test_decoding_prints_a_row_for_each_system(capsys, monkeypatch):
+    flags = "--arch smoe_transformer_tiny --systems dense smoe-4-4 --vocabulary 90 --sentences 1 2"
+    flags += " --length 3 --seconds 0"
+    monkeypatch.setattr("sys.argv", ["decoding", *flags.split()])
+    monkeypatch.setattr(decoding, "keep_freed_memory", lambda: False)  # of the whole process
+    decoding.main()
+    said = capsys.readouterr().out
+    for name in ("dense float32", "dense int8", "fairseq float32", "smoe-4-4 int8"):
+        assert said.count(f"| {name} | ") == 2
