@@ -130,7 +130,8 @@ class LinearGate(Gate):
 
     def checked_logits(self, x_TD: Tensor) -> Tensor:
         """`logits`, which plugins replace; raises ValueError unless there is one per token and expert."""
-        logits_TE, expected = self.logits(x_TD), (x_TD.shape[0], self.num_experts)
+        experts = self.num_experts + getattr(self, "free_experts", 0)
+        logits_TE, expected = self.logits(x_TD), (x_TD.shape[0], experts)
         if logits_TE.shape != expected:
             shapes = f"{tuple(logits_TE.shape)}, expected {expected}, of tokens and experts"
             raise ValueError(f"{type(self).__name__}.logits returned the shape {shapes}")
