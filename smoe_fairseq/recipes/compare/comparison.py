@@ -3,7 +3,7 @@
 import hashlib
 import math
 import statistics
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -45,23 +45,7 @@ def comparison(dataset: Dataset, first: str, second: str, metric: str = scores.B
         raise UsageError(f"--compare {first} {second}: expected two different methods")
     systems = {name: _System(dataset, name, metric) for name in (first, second)}
     one, other = systems.values()
-    if shared := sorted({*one.runs} & {*other.runs}):
-        both = f"both have {', '.join(shared)}; expected two that share no run"
-        raise UsageError(f"--compare {first} {second}: {both}")
-    if (binary := Folders(dataset.name).binary).exists():
-        for run in (*one.runs, *other.runs):
-            folder = Folders(dataset.name).runs / run
-            identity.check(folder, run_method(run), run_seed(run), binary)
-    common = [d for d in dataset.directions if one.has(d) and other.has(d)]
-    if not common:
-        runs = ", ".join([*one.runs, *other.runs])
-        advice = f"run scripts/evaluate.sh {dataset.name} for each of them"
-        raise UsageError(f"no direction is scored in all of {runs}: {advice}")
-    now = scores.test_checksums(dataset, common)
-    if different := scores.different_tests(*one.runs.values(), *other.runs.values(), now=now):
-        texts = f"another test set than that in {Folders(dataset.name).raw}"
-        scored = f"{first} or {second} was scored on {texts} ({', '.join(different)})"
-        raise UsageError(f"{scored}: run scripts/evaluate.sh {dataset.name} for both again")
+    common = _common_directions(dataset, systems)
     several = len(one.runs) + len(other.runs) > 2
     by_direction = scores.signatures(*one.runs.values(), *other.runs.values(), metric=metric)
     rows, signatures = [], set()
@@ -97,6 +81,29 @@ def comparison(dataset: Dataset, first: str, second: str, metric: str = scores.B
     for run in [*one.runs, *other.runs]:
         notes += [*outdated_notes(dataset, run), *scores.search_notes(dataset, run)]
     return Grid(header, rows, notes)
+
+
+def _common_directions(dataset: Dataset, systems: Mapping[str, "_System"]) -> list[str]:
+    """The directions that both systems have; raises UsageError if they cannot be compared."""
+    (first, one), (second, other) = systems.items()
+    if shared := sorted({*one.runs} & {*other.runs}):
+        both = f"both have {', '.join(shared)}; expected two that share no run"
+        raise UsageError(f"--compare {first} {second}: {both}")
+    if (binary := Folders(dataset.name).binary).exists():
+        for run in (*one.runs, *other.runs):
+            folder = Folders(dataset.name).runs / run
+            identity.check(folder, run_method(run), run_seed(run), binary)
+    common = [d for d in dataset.directions if one.has(d) and other.has(d)]
+    if not common:
+        runs = ", ".join([*one.runs, *other.runs])
+        advice = f"run scripts/evaluate.sh {dataset.name} for each of them"
+        raise UsageError(f"no direction is scored in all of {runs}: {advice}")
+    now = scores.test_checksums(dataset, common)
+    if different := scores.different_tests(*one.runs.values(), *other.runs.values(), now=now):
+        texts = f"another test set than that in {Folders(dataset.name).raw}"
+        scored = f"{first} or {second} was scored on {texts} ({', '.join(different)})"
+        raise UsageError(f"{scored}: run scripts/evaluate.sh {dataset.name} for both again")
+    return common
 
 
 def _settings_notes(dataset: Dataset, runs: Sequence[str]) -> list[str]:

@@ -6,7 +6,7 @@ import re
 import shlex
 import tempfile
 from argparse import ArgumentParser, Namespace
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -128,21 +128,7 @@ def learn_from(
     _check_memory(raw, files, options)
     model = io.BytesIO()
     with tempfile.TemporaryDirectory() as folder:
-        rules = {"normalization_rule_name": _NAMES.get(normalization)}
-        if normalization == "nfc":
-            write_whole(Path(folder, "nfc.tsv"), nfc_rules(), str(output / "dict.txt"))
-            rules = {"normalization_rule_tsv": f"{folder}/nfc.tsv"}
-        elif normalization not in _NAMES:
-            if not Path(normalization).is_file():
-                expected = f"nfc, {', '.join(_NAMES)}, or a file of sentencepiece's rules"
-                raise UsageError(f"--normalization {normalization}: expected {expected}")
-            for number, line in enumerate(readers.lines(Path(normalization)), 1):
-                if not _RULE.fullmatch(line):
-                    raise UsageError(
-                        f"--normalization {normalization}, line {number}: expected the numbers of letters "
-                        "in hexadecimal, a tab and those in their place, such as 41 30A<tab>C5"
-                    )
-            rules = {"normalization_rule_tsv": normalization}
+        rules = _rules(normalization, Path(folder), output)
         whole = (line for file in files for line in readers.lines(file))
         lines = (part for line in whole for part in _divided(line))
         if (first := next(filter(str.strip, lines), None)) is None:
@@ -159,17 +145,7 @@ def learn_from(
             )
         except (RuntimeError, ValueError, OverflowError) as error:
             options |= {"user_defined_symbols": list(user_defined_symbols) or None}
-            flags = arguments({name.replace("_", "-"): value for name, value in options.items()})
-            failed = f"sentencepiece cannot learn from {raw} with {shlex.join(flags)}"
-            if least := re.search(r"smaller than required_chars. \d+ vs (\d+)", str(error)):
-                bytes_ = " (256 of them for bytes, by byte-fallback)" * bool(
-                    options.get("byte_fallback")
-                )
-                raise UsageError(
-                    f"--vocab-size {options['vocab_size']}: {raw} needs at least {least[1]} subwords{bytes_}"
-                ) from None
-            reason = re.sub(r"\w+: (src/\S+ \[.*?\] )?", "", str(error), count=1)  # its source line
-            raise UsageError(f"{failed}: {reason or error}") from None
+            raise _cannot_learn(raw, options, str(error)) from None
     # The model notes the path of its rules: the same text gives the same file.
     proto = model.getvalue().replace(folder.encode(), b"-" * len(folder.encode()))
     processor = sentencepiece.SentencePieceProcessor(model_proto=proto)
@@ -183,6 +159,37 @@ def learn_from(
     if len(pieces) < (size := options.get("vocab_size", 0)):
         warn(f"{len(pieces):,} pieces in place of {size:,}: the text has no more")
     print(f"{output / 'spm.model'}: {len(pieces):,} pieces from {len(files)} files", flush=True)
+
+
+def _rules(normalization: str, folder: Path, output: Path) -> dict[str, str | None]:
+    """sentencepiece's option for the rules; those of ``nfc`` are written to ``folder``."""
+    if normalization == "nfc":
+        write_whole(folder / "nfc.tsv", nfc_rules(), str(output / "dict.txt"))
+        return {"normalization_rule_tsv": f"{folder}/nfc.tsv"}
+    if normalization in _NAMES:
+        return {"normalization_rule_name": _NAMES[normalization]}
+    if not Path(normalization).is_file():
+        expected = f"nfc, {', '.join(_NAMES)}, or a file of sentencepiece's rules"
+        raise UsageError(f"--normalization {normalization}: expected {expected}")
+    for number, line in enumerate(readers.lines(Path(normalization)), 1):
+        if not _RULE.fullmatch(line):
+            raise UsageError(
+                f"--normalization {normalization}, line {number}: expected the numbers of letters in "
+                "hexadecimal, a tab and those in their place, such as 41 30A<tab>C5"
+            )
+    return {"normalization_rule_tsv": normalization}
+
+
+def _cannot_learn(raw: Path, options: Mapping, error: str) -> UsageError:
+    """The error of sentencepiece in one sentence."""
+    if least := re.search(r"smaller than required_chars. \d+ vs (\d+)", error):
+        size = f"--vocab-size {options['vocab_size']}"
+        bytes_ = " (256 of them for bytes, by byte-fallback)" * bool(options.get("byte_fallback"))
+        return UsageError(f"{size}: {raw} needs at least {least[1]} subwords{bytes_}")
+    flags = arguments({name.replace("_", "-"): value for name, value in options.items()})
+    reason = re.sub(r"\w+: (src/\S+ \[.*?\] )?", "", error, count=1)  # its source line
+    failed = f"sentencepiece cannot learn from {raw} with {shlex.join(flags)}"
+    return UsageError(f"{failed}: {reason or error}")
 
 
 def _divided(line: str) -> Iterator[str]:
