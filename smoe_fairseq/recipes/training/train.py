@@ -79,8 +79,9 @@ def train(dataset: Dataset, method: str, flags: Sequence[str], force_resume: boo
         notes += comments
         for warning in warnings:
             warn(warning)
-    # With SLURM, this one recipe starts all machines.
-    machines = launch.nodes if launch.launcher == "torchrun" else 1
+    machines = (
+        launch.nodes if launch.launcher == "torchrun" else 1
+    )  # with SLURM, this one recipe starts all
     if machines > 1:
         met = ":".join(map(str, endpoint()))
         wait = f"# the {machines} machines wait for one another at {met} for up to ten minutes"
@@ -94,8 +95,27 @@ def train(dataset: Dataset, method: str, flags: Sequence[str], force_resume: boo
             advice = f"give a larger {limits} to continue, or another SEED for another run"
             print(f"{folder} is trained already, to the requested limits: {advice}")
             return
-    line = command(*launch.words("fairseq-train"), *words, *start)
+    _run_lines(dataset, launch, words, start, notes, upcycle)
+
+
+def _run_lines(
+    dataset: Dataset,
+    launch: Launch,
+    words: list[str],
+    start: list[str],
+    notes: list[str],
+    upcycle: list[str],
+) -> None:
+    """Run or print the commands of a training, and draw its picture.
+
+    Args:
+        words, start: arguments of ``fairseq-train``; the latter are of a run's begin alone.
+        notes: comments to print before.
+        upcycle: commands that give experts to the pretrained model.
+    """
     values = flag_values(words)
+    folder = Path(values["--save-dir"])
+    line = command(*launch.words("fairseq-train"), *words, *start)
     sharded = "--expert-parallel" in values and values.get("--moe-freq") != "0"
     lines = [
         f"# {dataset.name} {folder.name}: train; resumes from checkpoint_last.pt if there is one",
