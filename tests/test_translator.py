@@ -23,6 +23,7 @@ from smoe_fairseq.errors import UsageError
 from smoe_fairseq.models import SMoETransformerModel
 from smoe_fairseq.translate.readout import Hypothesis, Translation, joined
 from smoe_fairseq.translate.sentences import divide, split_sentences
+from smoe_fairseq.translate.text import BatchTranslator, in_threads
 
 SEARCH = {"beam": 2, "max_len_b": 10}  # as the recipe's evaluation was told
 
@@ -32,7 +33,8 @@ def model(prepared):
     return SMoETransformerModel.from_pretrained(prepared / "runs/tiny/smoe-2-2")
 
 
-def test_each_batch_has_one_thread(model):
+def test_each_batch_has_one_thread(model, monkeypatch):
+    """torch has as many as before when the last caller is done, in whatever order they end."""
     model.translate(["1"], **SEARCH, source_lang="en", target_lang="fr")  # packs the weights
     before, seen = torch.get_num_threads(), set()
     hook = torch.nn.modules.module.register_module_forward_pre_hook(
@@ -40,8 +42,15 @@ def test_each_batch_has_one_thread(model):
     )
     torch.set_num_threads(2)
     try:
-        for texts in (["1 2"], ["1 2 3 4 5 6 7 8 9"] * 100):
+        for threads in (1, 3):
+            monkeypatch.setattr(BatchTranslator, "threads", threads)
+            texts = ["1 2 3 4 5 6 7 8 9"] * 100
             model.translate(texts, **SEARCH, source_lang="en", target_lang="fr")
+        first, second = (in_threads(lambda _: None, range(2), 1) for _ in range(2))
+        next(first), next(second)
+        list(first)
+        assert torch.get_num_threads() == 1
+        list(second)
         assert seen == {1} and torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(before)

@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -53,6 +54,28 @@ def check_texts(texts: Iterable) -> None:
             raise UsageError(f"{text!r:.60} holds half of a surrogate pair, which is no character")
 
 
+class _OneThread:
+    """torch computes on one thread while any caller is within, and as before when the last one leaves."""
+
+    def __init__(self):
+        self.lock, self.inside, self.before = threading.Lock(), 0, 1
+
+    def __enter__(self):
+        with self.lock:
+            self.before = self.before if self.inside else torch.get_num_threads()
+            self.inside += 1
+            torch.set_num_threads(1)
+
+    def __exit__(self, *_):
+        with self.lock:
+            self.inside -= 1
+            if not self.inside:
+                torch.set_num_threads(self.before)
+
+
+_one_thread = _OneThread()
+
+
 def in_threads(
     function: Callable, items: Iterable, number: int, stop: Callable[[], None] | None = None
 ) -> Iterator:
@@ -68,9 +91,7 @@ def in_threads(
     if number == 0:
         yield from map(function, items)
         return
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
+    with _one_thread:
         if number == 1:
             yield from map(function, items)
             return
@@ -81,8 +102,6 @@ def in_threads(
                 stop()
                 pool.shutdown(cancel_futures=True)
                 raise
-    finally:
-        torch.set_num_threads(before)
 
 
 def device_of(name: str, int8: bool = False) -> torch.device:
@@ -175,6 +194,8 @@ class BatchTranslator:
             for model in self.models:
                 quantize(model) if int8 else pack(model)
         self.shortlist = None if shortlist is None else Shortlist(shortlist, translator.task)
+        # Not asked for at each call: another call may have set it to 1 meanwhile.
+        self.most_threads = min(torch.get_num_threads(), cores())
         self.searches: set[BeamSearch] = set()  # that are running
 
     def stop(self) -> None:
@@ -299,7 +320,7 @@ class BatchTranslator:
     def threads(self) -> int:
         """The number of batches that are translated at a time; 0: see `in_threads`."""
         on_cpu = self.translator.device.type == "cpu"
-        return min(torch.get_num_threads(), cores()) if on_cpu and self.ours else 0
+        return self.most_threads if on_cpu and self.ours else 0
 
     def _search(self, task, options: Options):
         if self.ours:
