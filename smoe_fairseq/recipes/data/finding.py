@@ -299,12 +299,18 @@ def _remedy(dataset: Dataset, source: Path, split: str, pair: str) -> str:
     languages, codes = pair.split("-"), dataset.raw.get("codes", {})
     there = sorted(path.name for path in source.glob("[!.]*"))
     place = _Place(source, languages, codes, dataset.languages)
-    halves = [place.by_language(f"{split}."), *place.of_split(split, True), *place.unsplit(True)]
-    for files in halves:
+    orders = place.pairs("", by_meaning=False)
+    ends = [(f"{begin}.", "") for begin in (*(f"{split}.{order}" for order in orders), split)]
+    for before, after in [*ends, (f"{split}.", ".txt"), *((f"{order}.", "") for order in orders)]:
+        files = place.by_language(before, after, by_meaning=True)
         if len({*files.values()}) > 1 and None in files.values():
             has = next(file.name for file in files.values() if file)
             lacks = next(language for language, file in files.items() if file is None)
-            return f"{has} is there, and a file of {lacks} to go with it is not"
+            return f"{has} is there, but {source / f'{before}{lacks}{after}'} is missing"
+    texts = place.by_language("", ".txt", dataset.languages, by_meaning=True)
+    if None in texts.values() and len({*texts.values()}) > 1:
+        lacks = next(language for language, file in texts.items() if file is None)
+        return f"it has a text per language, but {source / f'{lacks}.txt'} is missing"
     named = _other_splits(dataset, source, pair)
     if split in named:
         uses = [f"{files} is the {_CALLED[each]} set" for each, (_, files) in named.items()]

@@ -6,7 +6,7 @@ from smoe_fairseq.errors import UsageError, quietly
 from smoe_fairseq.host_memory import machine_memory
 from smoe_fairseq.recipes.datasets import Dataset
 from smoe_fairseq.recipes.folders import Folders, vocab_size
-from smoe_fairseq.recipes.processes import dry_run, whole_number
+from smoe_fairseq.recipes.processes import whole_number
 from smoe_fairseq.recipes.program_flags import flag_values, parse_flags
 from smoe_fairseq.recipes.training.batch import longest_sentence
 from smoe_fairseq.recipes.training.launcher import Launch
@@ -20,12 +20,10 @@ def forecast(dataset: Dataset, launch: Launch, words: Sequence[str]) -> tuple[li
     Raises:
         UsageError: a flag is unknown to fairseq-train, or such a model is impossible.
     """
-    wanted = whole_number("FORECAST", 0, 1, 1)
-    if wanted or dry_run():  # else fairseq-train itself refuses the flags
-        with quietly():
-            parse_flags("fairseq-train", words)
-    if not wanted:
+    if whole_number("FORECAST", 0, 1, 1) == 0:
         return [], []
+    with quietly():
+        parse_flags("fairseq-train", words)
     try:
         with quietly():
             return _forecast(dataset, launch, [*(["--cpu"] if launch.cpu else []), *words])
