@@ -476,6 +476,8 @@ def test_what_goes_wrong_in_a_translation_is_one_sentence(unevaluated):
     sentence = refusal(evaluate_again(unevaluated, "--lenpen", "much"))
     assert "--lenpen" in sentence and "fairseq-generate --help" in sentence
     assert "--beam" in refusal(evaluate_again(unevaluated, "--beam", 0))
+    unknown = ("--model-overrides", "{'no_such': 1}")
+    assert "--model-overrides no_such" in refusal(evaluate_again(unevaluated, *unknown))
     assert "JOBS=0: expected a whole number of at least 1" in refusal(
         evaluate_again(unevaluated, JOBS="0")
     )

@@ -175,7 +175,11 @@ class Model:
 
         overrides = ast.literal_eval(cfg.common_eval.model_overrides)
         data = split_paths(cfg.task.data)[0]
-        translator = Translator.of_run(cfg.common_eval.path, data=data, **overrides)
+        try:
+            translator = Translator.of_run(cfg.common_eval.path, data=data, **overrides)
+        except UsageError as error:
+            is_named = str(error).startswith(tuple(f"{name}: " for name in overrides))
+            raise (UsageError(f"--model-overrides {error}") if is_named else error) from None
         translator.cfg.generation = cfg.generation  # for models that use fairseq's search
         if cfg.common.fp16:
             translator.half()
