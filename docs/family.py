@@ -52,7 +52,8 @@ def table() -> str:
     for method, (_, purpose) in methods().items():
         cost = count(build_meta_model(parse_model(words_of(method)), VOCABULARY))
         numbers = f"{cost.parameters / 1e6:.0f}|{cost.flops_per_token / 1e6:.0f}"
-        lines.append(f"|`{method}`|{purpose}|{numbers}|{times[method]:.2f}|")
+        time = f"{times[method]:.2f}" if method in times else "-"  # of a new one
+        lines.append(f"|`{method}`|{purpose}|{numbers}|{time}|")
     return "\n".join(lines)
 
 
