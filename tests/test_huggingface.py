@@ -594,6 +594,8 @@ def test_tokens_that_are_added(exported, tmp_path):
     assert again(f"{word} <new2> {word} </s>")["input_ids"] == ids
     assert again.get_vocab() == tokenizer.get_vocab() and "<new>" in again.get_vocab()
     assert again.decode(ids[:3]) == f"{word} <new2> {word}"
+    at_once = AutoTokenizer.from_pretrained(exported, additional_special_tokens=["<new>"])
+    assert at_once(f"{word} <new>")["input_ids"][1] == tokenizer.vocab_size
     model = AutoModelForSeq2SeqLM.from_pretrained(exported).eval()
     model.resize_token_embeddings(len(tokenizer))
     model.save_pretrained(tmp_path)

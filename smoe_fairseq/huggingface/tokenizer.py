@@ -108,10 +108,11 @@ class SMoETokenizer(PreTrainedTokenizer):
         sizes = read_json(config, {f"{n}vocab_size?": (None, int) for n in ("", "source_")})
         if not (target := sizes.get("vocab_size")):
             return
-        added = len(self._added())  # embeddings that were resized for them may have more rows
+        # Embeddings may be resized later for tokens that were added, and may get more rows then.
+        added = len(self._added())
         rows = {"vocab.json": sizes.get("source_vocab_size") or target, "target_vocab.json": target}
         for (name, number), symbols in zip(rows.items(), (self.source, self.target)):
-            if number != len(symbols) + added and not (added and number > len(symbols)):
+            if number != len(symbols) + added and not (added and number >= len(symbols)):
                 raise UsageError(
                     f"{config.with_name(name)} has {len(symbols)} entries, and the embeddings {number}; "
                     "expected as many"
