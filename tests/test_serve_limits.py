@@ -4,6 +4,7 @@ import asyncio
 import http.client
 import json
 import os
+import resource
 import signal
 import socket
 import threading
@@ -44,6 +45,24 @@ def test_a_full_queue_says_so_and_the_rest_is_answered(tiny_run):
             else:
                 assert [t["translation"] for t in content["translations"]] == words * 16
         assert serving.get("/health")["translated"] == 16 * statuses.count(200)
+
+
+@pytest.mark.soak
+@pytest.mark.skipif(not hasattr(resource, "prlimit"), reason="Linux alone limits others")
+def test_connections_wait_for_open_files_with_a_line(tiny_run):
+    with Serving(tiny_run) as serving:
+        pid = serving.program.pid
+        limits = resource.prlimit(pid, resource.RLIMIT_NOFILE)
+        most = len(os.listdir(f"/proc/{pid}/fd")) + 2
+        resource.prlimit(pid, resource.RLIMIT_NOFILE, (most, limits[1]))
+        address = (serving.host, serving.port)
+        waiting = [socket.create_connection(address) for _ in range(9)]
+        wait_until(lambda: "ulimit -n" in serving.output)
+        for connection in waiting:
+            connection.close()
+        resource.prlimit(pid, resource.RLIMIT_NOFILE, limits)
+        assert serving.post(**GOOD)[0] == 200
+        assert serving.output.count("ulimit -n") == 1 and "Traceback" not in serving.output
 
 
 class Broken(Engine):

@@ -3,11 +3,13 @@
 import errno
 import ipaddress
 import logging
+import math
 import os
 import re
 import signal
 import socket
 import sys
+import time
 import warnings
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from pathlib import Path
@@ -142,11 +144,30 @@ class Server(uvicorn.Server):
         await super().shutdown(sockets)
 
 
+class _OnceAMinute(logging.Filter):
+    """A line for all connections that cannot be accepted, of which asyncio logs a stack trace each."""
+
+    last = -math.inf
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if not record.getMessage().startswith("socket.accept() out of system resource"):
+            return True
+        if time.monotonic() - self.last >= 60:
+            self.last = time.monotonic()
+            print(
+                "warning: new connections wait for open files (ulimit -n)",
+                file=sys.stderr,
+                flush=True,
+            )
+        return False
+
+
 def serve(engine: Engine, args: Namespace, listener: socket.socket) -> None:
     """Answer requests until SIGINT, SIGTERM or SIGHUP; then the signal is raised again."""
     # For all threads, unlike `quietly`, which would also disable the log of requests.
     logging.getLogger().setLevel(logging.WARNING)
     warnings.simplefilter("ignore")
+    logging.getLogger("asyncio").addFilter(_OnceAMinute())
     if args.access_log:
         access = logging.getLogger("uvicorn.access")
         access.setLevel(logging.INFO)
