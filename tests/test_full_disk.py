@@ -21,7 +21,7 @@ from smoe_fairseq.errors import UsageError
 from smoe_fairseq.recipes import processes
 from smoe_fairseq.recipes.datasets import load_dataset
 from smoe_fairseq.recipes.evaluation import scores
-from smoe_fairseq.recipes.evaluation.evaluate import Evaluation
+from smoe_fairseq.recipes.evaluation.evaluation import Evaluation
 from smoe_fairseq.recipes.training import identity, train
 
 assert server  # a fixture

@@ -24,7 +24,8 @@ from test_recipes import ROOT, recipe, refusal, surroundings, table, write_datas
 
 from smoe_fairseq.recipes.datasets import load_dataset
 from smoe_fairseq.recipes.evaluation import scores
-from smoe_fairseq.recipes.evaluation.evaluate import Evaluation, plan
+from smoe_fairseq.recipes.evaluation.evaluate import plan
+from smoe_fairseq.recipes.evaluation.evaluation import Evaluation
 
 
 @pytest.fixture(scope="module")
