@@ -130,6 +130,13 @@ def change_scores(run: Path, direction: str = "", **values) -> None:
     (run / "scores.json").write_text(json.dumps(content))
 
 
+def test_a_folder_of_another_program_is_no_run(two_systems):
+    folder = two_systems[0]
+    before = table(folder, "multi30k").stdout
+    (folder / "runs/multi30k/.ipynb_checkpoints").mkdir()
+    assert table(folder, "multi30k").stdout == before
+
+
 def test_a_search_with_other_flags_is_told(two_systems):
     """Of several runs that whose; where it is the data set's nothing is said."""
     folder = two_systems[0]

@@ -82,6 +82,15 @@ def test_raw_text_is_translated_as_by_the_recipe(prepared, model, direction):
     assert model.translate([], source_lang=source, target_lang=target) == []
 
 
+def test_the_default_device_does_not_matter(prepared):
+    """As of a notebook with ``torch.set_default_device("cuda")``."""
+    text, expected = evaluated(prepared, "en-fr")
+    with torch.device("meta"):
+        again = SMoETransformerModel.from_pretrained(prepared / "runs/tiny/smoe-2-2")
+        found = again.translate(text[:3], source_lang="en", target_lang="fr", **SEARCH)
+    assert found == expected[:3]
+
+
 def test_from_another_folder_and_by_a_file(prepared, tmp_path, monkeypatch):
     """The training has had its data at a relative path, and it is told nothing of that."""
     monkeypatch.chdir(tmp_path)
@@ -204,6 +213,7 @@ def test_what_a_program_gives_is_looked_at(model):
         ({"lenpen": None}, "lenpen"),
         ({"prefix": ["1"]}, "prefix"),
         ({"prefix": "\u4e2d"}, "--prefix '\u4e2d'"),
+        ({"prefix": "1 "}, "--prefix '1 '"),
         ({"temperature": 0}, "--temperature 0"),
         ({"nbest": 9}, "--nbest 9"),
         ({"prefix": "1", "diverse_beam_groups": 2}, "prefix"),

@@ -1,6 +1,7 @@
 """Features of the installed torch, detected by what it has, since builds of one version differ."""
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 import torch.nn.functional as F
@@ -23,6 +24,13 @@ def autocast_dtype(device: torch.device) -> torch.dtype | None:
     if device.type in AUTOCAST and torch.is_autocast_enabled(device.type):
         return torch.get_autocast_dtype(device.type)
     return None
+
+
+@contextmanager
+def without_default_device() -> Iterator[None]:
+    """A context, or a decorator, in which new tensors are made on the CPU (`torch.set_default_device`)."""
+    with nullcontext() if torch.get_default_device().type == "cpu" else torch.device("cpu"):
+        yield
 
 
 def without_autocast(device: torch.device) -> AbstractContextManager:

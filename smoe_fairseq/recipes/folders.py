@@ -113,6 +113,11 @@ def vocab_size(dataset: Dataset) -> int:
     return read_plain(files[0]).count(b"\n") + 3 if files else int(dataset.subwords["vocab-size"])
 
 
+def runs_of(folder: Path) -> list[str]:
+    """The names of the runs in a folder of runs, without what other programs keep there (``.ipynb...``)."""
+    return [p.name for p in folder.glob("*") if p.is_dir() and not p.name.startswith(".")]
+
+
 def checkpoint_file(run: Path, which: str) -> Path:
     """The checkpoint ``best``, ``last`` or ``average:N`` of a run's folder; raises UsageError for others."""
     if not CHECKPOINT.fullmatch(which):

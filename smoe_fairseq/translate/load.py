@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from smoe_fairseq.errors import UsageError, naming_file
+from smoe_fairseq.modules.torch_features import without_default_device
 from smoe_fairseq.subwords import CODES, SubwordNMT, checked_subwords
 from smoe_fairseq.translate.directions import MULTILINGUAL, check_languages, task_for, task_name
 from smoe_fairseq.translate.readout import Readout, Translation
@@ -156,6 +157,7 @@ class TrainedModel(GeneratorHubInterface):
         )
 
     @classmethod
+    @without_default_device()
     def of_run(
         cls, run, checkpoint_file=None, data=None, prepare: Callable | None = None, **overrides
     ):

@@ -145,13 +145,17 @@ class Readout:
             own: in place of ``text``, the tokens of each.
 
         Raises:
-            UsageError: the model lacks a token of ``text``.
+            UsageError: the model lacks a token of ``text``, or it ends with a blank.
         """
         if own:
             rows = [torch.tensor([*self.forced, *ids]) for ids in own]
             return pad_sequence(rows, True, self.target.pad())
         if not text or not any(begins_B):
             return None
+        if text != text.rstrip():
+            raise UsageError(
+                f"--prefix {text!r}: expected no blank at its end, which says nothing of the next letter"
+            )
         ids = encoded(self.translator, text, self.target).tolist()[:-1]
         if self.target.unk() in ids:
             raise UsageError(

@@ -18,6 +18,7 @@ from torch import nn
 from smoe_fairseq.errors import UsageError
 from smoe_fairseq.flags import SURROGATE
 from smoe_fairseq.host_memory import cores
+from smoe_fairseq.modules.torch_features import without_default_device
 from smoe_fairseq.translate.directions import direction_of
 from smoe_fairseq.translate.int8 import check_int8, quantize
 from smoe_fairseq.translate.packed import can_pack, pack
@@ -203,6 +204,7 @@ class BatchTranslator:
         for search in list(self.searches):
             search.stop()
 
+    @without_default_device()
     def translate_batch(
         self,
         texts: Iterable[str],

@@ -24,7 +24,14 @@ from smoe_fairseq.recipes.datasets import Dataset
 from smoe_fairseq.recipes.evaluation import scores
 from smoe_fairseq.recipes.evaluation.evaluate import outdated_notes
 from smoe_fairseq.recipes.evaluation.metrics import flags_for, metrics_of, parsed
-from smoe_fairseq.recipes.folders import Folders, run_method, run_order, run_seed, test_file
+from smoe_fairseq.recipes.folders import (
+    Folders,
+    run_method,
+    run_order,
+    run_seed,
+    runs_of,
+    test_file,
+)
 from smoe_fairseq.recipes.methods import method_flags
 from smoe_fairseq.recipes.training import identity
 
@@ -122,7 +129,7 @@ class _System:
 
     def __init__(self, dataset: Dataset, name: str, metric: str):
         self.metric, self.folder = metric, Folders(dataset.name).runs
-        names = sorted((p.name for p in self.folder.glob("*") if p.is_dir()), key=run_order)
+        names = sorted(runs_of(self.folder), key=run_order)
         runs = [run for run in names if name in (run, run_method(run))]
         self.runs = {run: result for run in runs if (result := scores.read(self.folder / run))}
         if not self.runs:

@@ -15,7 +15,7 @@ from smoe_fairseq.recipes.compare.grid import FORMATS, Grid, number
 from smoe_fairseq.recipes.datasets import Dataset
 from smoe_fairseq.recipes.evaluation import metrics, scores
 from smoe_fairseq.recipes.evaluation.evaluate import again, state_notes
-from smoe_fairseq.recipes.folders import SIZES, Folders, run_method, run_order, vocab_size
+from smoe_fairseq.recipes.folders import SIZES, Folders, run_method, run_order, runs_of, vocab_size
 from smoe_fairseq.recipes.methods import method_flags, tables
 from smoe_fairseq.recipes.processes import warn
 from smoe_fairseq.recipes.training import identity
@@ -122,7 +122,7 @@ def side_by_side(dataset: Dataset, metric: str = scores.BLEU) -> Grid:
     missing, or if signatures differ within a run or between seeds.
     """
     folder = Folders(dataset.name).runs
-    names = [path.name for path in folder.glob("*") if path.is_dir()]
+    names = runs_of(folder)
     if not names:
         raise UsageError(f"{folder} holds no runs: run scripts/train.sh {dataset.name} METHOD")
     table = tables().get(dataset.name, {})
