@@ -188,7 +188,7 @@ assert "smoe_fairseq" not in sys.modules
         ({"new-languages": {}}, ("add-subwords", "new-languages")),
         ({"languages": {"de": "deu_Latn"}}, ("`languages`", "de")),
         ({"languages": {"en": "swh_Latn"}}, ("`languages`", "swh_Latn-swh_Latn")),
-        ({"pretrained": "missing"}, ("missing",)),
+        ({"pretrained": "facebook/nllb-200"}, ("pretrained: facebook/nllb-200", "hf download")),
         ("--vocab-size 400", ("--vocab-size", "pretrained")),
     ],
 )

@@ -2,6 +2,7 @@
 
 import filecmp
 import json
+import os
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -49,6 +50,11 @@ def languages_of(source: Path) -> list[str] | None:
 
     Raises as `task_of`.
     """
+    if not os.path.lexists(source) and source.suffix != ".pt":
+        raise UsageError(
+            f"`pretrained: {source}`: there is no such folder; `hf download NAME --local-dir FOLDER` gets a "
+            "model from the hub, then give FOLDER"
+        )
     if not is_foreign(source):
         return task_of(source)[1]["langs"]
     if read_json(source / "config.json").get("model_type") in huggingface_m2m.KINDS:
@@ -90,6 +96,14 @@ def adapt(dataset: Dataset, source: Path, raw: Path, output: Path) -> None:
     Raises:
         UsageError: the model has experts, lacks its text, or does not know a language.
     """
+    try:
+        _adapt(dataset, source, raw, output)
+    except UsageError as error:  # about a temporary file, if `smoe import` wrote the model
+        named = f"`pretrained: {source_of(dataset)}`"
+        raise UsageError(str(error).replace(str(source), named)) from error
+
+
+def _adapt(dataset: Dataset, source: Path, raw: Path, output: Path) -> None:
     with quietly():
         checkpoint, task = task_of(source)
         check_languages(dataset, task["langs"])
