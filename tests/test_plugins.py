@@ -59,7 +59,8 @@ def trained(phrasebook, tmp_path_factory) -> tuple[Path, dict[str, str]]:
     shutil.copy(PLUGIN, folder / "configs/gates")
     (folder / "configs/methods/balanced.yaml").write_text(METHOD)
     given = {"CONFIG_DIR": str(folder / "configs"), "OMP_NUM_THREADS": "1", "GPUS": "0"}
-    for step, flags in (("train", SMALL), ("evaluate", ["--beam", "1"])):
+    search = "--beam 1 --max-len-a 0 --max-len-b 5".split()
+    for step, flags in (("train", SMALL), ("evaluate", search)):
         result = recipe(folder, step, "phrasebook", "balanced", *flags, **given)
         assert result.returncode == 0, result.stdout + result.stderr
     return folder, given
