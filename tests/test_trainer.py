@@ -234,6 +234,31 @@ def test_a_rank_ends_with_its_torchrun(small_corpus, tmp_path):
     wait_until(lambda: ended(rank))
 
 
+LOADING_AHEAD = """
+import sys
+import torch
+from fairseq.data import LanguagePairDataset
+from fairseq_cli import train
+
+original = LanguagePairDataset.collater
+
+def collater(self, *others, **options):
+    for _ in range(3000):  # without Python's lock most of the time
+        torch.ones(150, 150) @ torch.ones(150, 150)
+    return original(self, *others, **options)
+
+LanguagePairDataset.collater = collater
+train.cli_main()
+"""
+
+
+def test_a_thread_that_loads_data_does_not_abort_a_finished_run(small_corpus, tmp_path):
+    """It computes when Python ends."""
+    words = [small_corpus, "--save-dir", tmp_path, *SMALL, "--max-update", 1, "--no-save"]
+    ahead = ("--num-workers", 0, "--data-buffer-size", 100)
+    run("python", "-c", LOADING_AHEAD, *words, *ahead, fresh=True)
+
+
 def moving(folder: str, arguments: list[str]) -> None:
     """``fairseq-train`` whose folder somebody moves in the third update."""
     from fairseq.tasks.translation import TranslationTask

@@ -1,17 +1,33 @@
 """Changes to ``fairseq-train`` (position in an epoch, validation, early stopping) and to translation."""
 
+import atexit
 import os
+import queue
 import sys
+import threading
+import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 
-from fairseq.data.iterators import GroupedEpochBatchIterator
+from fairseq.data.iterators import BackgroundConsumer, GroupedEpochBatchIterator
 
 from smoe_fairseq.compat.replacing import replace, replaces
 from smoe_fairseq.errors import UsageError
 from smoe_fairseq.flags import flag_of
 
 PROGRAM = "fairseq_cli.train"
+LONGEST_LOADING = 10  # seconds for which the end of a run waits for a batch that is being loaded
+
+
+@atexit.register
+def stop_loading() -> None:
+    """End the threads that load data ahead: one that computes when Python ends would abort the process."""
+    for thread in threading.enumerate():
+        if isinstance(thread, BackgroundConsumer):
+            thread._max_len, end = 0, time.monotonic() + LONGEST_LOADING
+            while thread.is_alive() and time.monotonic() < end:
+                with suppress(queue.Empty):  # so that a full queue has room for its last batch
+                    thread._queue.get(timeout=0.01)
 
 
 # The position in an epoch, when a run resumes on another number of ranks. fairseq counts the batches of each
