@@ -350,6 +350,17 @@ def two_systems(tmp_path):
     return tmp_path, a, b
 
 
+def test_broken_translations_are_told_in_a_comparison(two_systems):
+    folder = two_systems[0]
+    file = folder / "runs/multi30k/moe/scores.json"
+    (direction, *_) = json.loads(file.read_text())["scores"]
+    words = ("multi30k", "--compare", "moe", "dense")
+    before = table(folder, *words).stdout
+    change_scores(folder / "runs/multi30k/moe", direction, length_ratio=9.5)
+    told = set(table(folder, *words).stdout.splitlines()) - set(before.splitlines())
+    assert len(told) == 1 and told.pop().startswith(f"moe: the translations of {direction} ")
+
+
 def test_paired_bootstrap(two_systems):
     folder, a, b = two_systems
     lines = table(folder, "multi30k", "--compare", "dense", "moe", "--format", "csv").stdout

@@ -85,7 +85,10 @@ def comparison(dataset: Dataset, first: str, second: str, metric: str = scores.B
     counts = {d: len(scores.lines_of(test_file(dataset, d, d.split("-")[1]))) for d in common}
     if few := [f"{count} of {d}" for d, count in counts.items() if count < FEW]:
         notes.append(f"p is unreliable for so few test sentences ({', '.join(few)})")
-    for run in [*one.runs, *other.runs]:
+    for run, scored in (one.runs | other.runs).items():
+        if odd := [d for d in common if scored[d].has_odd_length]:
+            how = "endless or cut short, so that the difference says little"
+            notes.append(f"{run}: the translations of {', '.join(odd)} seem {how}")
         notes += [*outdated_notes(dataset, run), *scores.search_notes(dataset, run)]
     return Grid(header, rows, notes)
 

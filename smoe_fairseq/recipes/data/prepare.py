@@ -141,9 +141,8 @@ def _prepare(dataset: Dataset, folders: Folders, flags: Sequence[str]) -> None:
         run(_adopted(dataset, folders, archive, source))
         return
     if source and not source.is_dir() and not dataset.raw.get("messages") and not dry_run():
-        raise UsageError(
-            f"RAW={source}: expected a folder with the text of {dataset.name}, such as an archive unpacked"
-        )
+        unpack = ": unpack it, and give the folder" * source.is_file()
+        raise UsageError(f"RAW={source}: expected a folder with the text of {dataset.name}{unpack}")
     if source and (elsewhere := dataset.source.get("datasets")):
         text = f"`source.datasets` of {dataset.name} names its text, {elsewhere}"
         raise UsageError(f"RAW={source}: {text}: leave one of them out")
