@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from commands import run_python
 from programs import wait_until
 from sampling import soak
 from test_expert_parallel import flags
@@ -85,6 +86,16 @@ def test_a_signal_to_all_processes_of_a_run_saves(ranks, small_corpus, tmp_path,
     assert run.wait() == [128 + number], run.output()
     assert updates(tmp_path / "run") > 0
     wait_until(lambda: not any(Path(f"/proc/{worker}").exists() for worker in workers))
+
+
+def test_programs_that_a_training_starts_end_by_any_signal():
+    program = """
+import subprocess
+from smoe_fairseq.training.saving import SaveTimer
+timer = SaveTimer(1)
+subprocess.run(["grep", "SigBlk", "/proc/self/status"], preexec_fn=lambda: None)
+"""
+    assert run_python(program).stdout.split() == ["SigBlk:", "0" * 16]
 
 
 def test_a_second_signal_ends_at_once(ranks, small_corpus, tmp_path):

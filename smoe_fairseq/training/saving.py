@@ -4,13 +4,13 @@ All ranks agree after each update, so that they save the same one. The first sig
 validation that follows it, end; a second one ends the process at once.
 """
 
-import functools
 import logging
 import os
 import signal
 import sys
 import threading
 import time
+from multiprocessing.util import register_after_fork
 
 import torch
 import torch.distributed as dist
@@ -25,17 +25,12 @@ GRACE_SECONDS = (
 )
 
 
-@functools.cache
-def keep_loading() -> None:
-    """Let processes that are forked from now on, which load data, end by signals of their parent alone.
+def end_by_parent(_) -> None:
+    """Let a process that loads data, forked by multiprocessing, end by signals of its parent alone.
 
     `timeout`, SLURM and terminals send a signal to all processes of a run, but the update that ends, and a
     validation after it, need their data.
     """
-    os.register_at_fork(after_in_child=_await_parent)
-
-
-def _await_parent() -> None:
     parent = os.getppid()
     signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
 
@@ -55,7 +50,7 @@ class SaveTimer:
     """
 
     def __init__(self, minutes: float):
-        keep_loading()
+        register_after_fork(self, end_by_parent)
         self.minutes, self.saved, self.status = minutes, time.monotonic(), 0
         self.before: dict[int, object] = {}
 
