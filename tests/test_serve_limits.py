@@ -9,6 +9,7 @@ import signal
 import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 
 import pytest
 from programs import HANGS, wait_until
@@ -47,10 +48,20 @@ def test_a_full_queue_says_so_and_the_rest_is_answered(tiny_run):
         assert serving.get("/health")["translated"] == 16 * statuses.count(200)
 
 
+def accepts(serving: Serving) -> bool:
+    """Whether a connection is accepted, as a moment after the line with the address."""
+    with suppress(ConnectionRefusedError):
+        socket.create_connection((serving.host, serving.port)).close()
+        return True
+    return False
+
+
 @pytest.mark.soak
 @pytest.mark.skipif(not hasattr(resource, "prlimit"), reason="Linux alone limits others")
 def test_connections_wait_for_open_files_with_a_line(tiny_run):
     with Serving(tiny_run) as serving:
+        wait_until(lambda: accepts(serving))
+        assert serving.post(**GOOD)[0] == 200  # all files that it opens are open
         pid = serving.program.pid
         limits = resource.prlimit(pid, resource.RLIMIT_NOFILE)
         most = len(os.listdir(f"/proc/{pid}/fd")) + 2
