@@ -9,7 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
 from smoe_fairseq.criterions.metrics import on_host
-from smoe_fairseq.modules import StratifiedMoE, experts, products
+from smoe_fairseq.modules import StratifiedMoE, experts, grouped, products
 from smoe_fairseq.modules.experts import best_execution, cast_once
 from smoe_fairseq.modules.per_expert import PerExpert
 
@@ -218,6 +218,20 @@ def test_execution_by_what_the_device_can_do(
         assert best_execution(device, weight) == expected
         assert best_execution(device, weight) == expected
     assert sum(dtype in record.message for record in caplog.records) <= 1  # once in a process
+
+
+def test_our_products_are_taken_wherever_torch_has_no_single_kernel(monkeypatch):
+    """On compute capability 9, too, where a row is no multiple of 16 bytes."""
+    monkeypatch.setattr(grouped, "one_kernel", lambda *_: True)
+    monkeypatch.setattr(grouped, "tile_of", lambda *_: 64)
+    ours = []
+    for name in ("multiply", "outer"):
+        monkeypatch.setattr(grouped, name, lambda *_, name=name, **__: ours.append(name))
+    ends = torch.tensor([2, 3], dtype=torch.int32)
+    x, y = (torch.ones(3, 12, dtype=torch.bfloat16) for _ in range(2))
+    grouped.grouped_mm(x, torch.ones(2, 12, 12, dtype=torch.bfloat16), ends)
+    grouped.grouped_outer(y, x, ends)
+    assert ours == ["multiply", "outer"]
 
 
 def casts(operations, experts) -> int:

@@ -179,7 +179,7 @@ def grouped_mm(x_NI: Tensor, w_EIO: Tensor, ends_E: Tensor) -> Tensor:
 
     Without a grouped product it is computed expert by expert, and the host reads the ends.
     """
-    if tile := _own_tile(x_NI):
+    if tile := _own_tile(w_EIO):
         back = w_EIO.is_contiguous()
         weight = w_EIO if back else w_EIO.transpose(1, 2).contiguous()
         return multiply(launch, tile, x_NI.contiguous(), weight, ends_E, back=back)
@@ -194,9 +194,10 @@ def grouped_outer(
     y_grad_NO: Tensor, x_NI: Tensor, ends_E: Tensor, product: Callable | None = None
 ) -> Tensor:
     """The gradient of each expert's weights ``(E, O, I)``; 0 for experts without rows."""
-    if product is None and (tile := _own_tile(x_NI)):
+    like = x_NI.new_empty(0, y_grad_NO.shape[1], x_NI.shape[1])
+    if product is None and (tile := _own_tile(like)):
         return outer(launch, tile, y_grad_NO.contiguous(), x_NI.contiguous(), ends_E)
-    if product is None and not can_group(x_NI.new_empty(0, y_grad_NO.shape[1], x_NI.shape[1])):
+    if product is None and not can_group(like):
         pairs = zip(_split(y_grad_NO, ends_E)[:-1], _split(x_NI, ends_E)[:-1], strict=True)
         return torch.stack([grad_nO.t() @ x_nI for grad_nO, x_nI in pairs])
     gradient_EOI = (product or _product)(y_grad_NO.t(), x_NI, ends_E)
@@ -204,11 +205,11 @@ def grouped_outer(
     return gradient_EOI.masked_fill_(empty_E.view(-1, 1, 1), 0)
 
 
-def _own_tile(x_NI: Tensor) -> int | None:
-    """The tile of our kernels, if they compute the products of these rows."""
-    if torch.compiler.is_compiling() or one_kernel(x_NI.device, x_NI.dtype):
-        return None
-    return tile_of(x_NI.device, x_NI.dtype)
+def _own_tile(weight: Tensor) -> int | None:
+    """The tile of our kernels, if they compute products of such weights."""
+    device, dtype = weight.device, weight.dtype
+    is_torchs = can_group(weight) and one_kernel(device, dtype)
+    return None if is_torchs or torch.compiler.is_compiling() else tile_of(device, dtype)
 
 
 def _split(x_N: Tensor, ends_E: Tensor) -> tuple[Tensor, ...]:

@@ -255,9 +255,8 @@ class Translator(TrainedModel):
         def prepare(saved, overrides: dict, data: str) -> None:
             if instead := _OTHERS.get(task_name(saved.task)):
                 raise UsageError(f"{first} {instead}")
-            if (
-                task_name(saved.task) != MULTILINGUAL
-            ):  # a multilingual task gets its direction later
+            # A multilingual task gets its direction later.
+            if task_name(saved.task) != MULTILINGUAL:
                 given = {name: lang for name, lang in languages.items() if lang is not None}
                 check_languages(first, saved.task, given, data)
                 overrides |= given

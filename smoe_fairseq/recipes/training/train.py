@@ -79,9 +79,8 @@ def train(dataset: Dataset, method: str, flags: Sequence[str], force_resume: boo
         notes += comments
         for warning in warnings:
             warn(warning)
-    machines = (
-        launch.nodes if launch.launcher == "torchrun" else 1
-    )  # with SLURM, this one recipe starts all
+    # With SLURM, this one recipe starts all machines.
+    machines = launch.nodes if launch.launcher == "torchrun" else 1
     if machines > 1:
         met = ":".join(map(str, endpoint()))
         wait = f"# the {machines} machines wait for one another at {met} for up to ten minutes"
