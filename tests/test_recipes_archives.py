@@ -1,5 +1,6 @@
 """Archives: served over HTTP on loopback, resumed, checked, unpacked, and trained on."""
 
+import hashlib
 import io
 import json
 import subprocess
@@ -81,7 +82,7 @@ def configuration(folder: Path, name: str, server, archives: list[dict], **chang
     for content in (parent, own):
         if "raw" in content:
             content["raw"]["archives"] = [
-                archive | {"url": f"http://127.0.0.1:{server.server_port}/{archive['file']}"}
+                {"url": f"http://127.0.0.1:{server.server_port}/{archive['file']}"} | archive
                 for archive in archives
             ]
     for key, change in changes.items():
@@ -212,6 +213,29 @@ def test_download_of_wrong_content_is_refused(tmp_path, server, known):
     assert list(download.iterdir()) == []
     (download / "opus.tar.gz").write_bytes(b"put here by hand")
     assert "opus.tar.gz has " in refusal(recipe(tmp_path, "prepare", "opus100", **given))
+
+
+@pytest.mark.parametrize("url", ["www/opus.tar.gz", "http://me:secret@127.0.0.1/opus.tar.gz"])
+def test_an_address_that_cannot_be_read_is_refused(tmp_path, server, url):
+    sentence = refusal(
+        recipe(tmp_path, "prepare", "opus100", **small_opus100(tmp_path, server, url=url))
+    )
+    assert "url" in sentence and "opus.tar.gz" in sentence and "secret" not in sentence
+    assert not (tmp_path / "data/opus100/download").exists()
+
+
+def test_a_checksum_in_capital_letters(tmp_path, server):
+    checksum = hashlib.sha256(opus100()).hexdigest().upper()
+    given = small_opus100(tmp_path, server, sha256=checksum)
+    step(tmp_path, given, "fetch", "opus100", tmp_path / "got")
+    assert (tmp_path / "got/opus.tar.gz").is_file()
+
+
+def test_an_archive_of_another_kind_is_not_called_damaged(tmp_path, server):
+    given = small_opus100(tmp_path, server, file="opus.7z")
+    server.files["opus.7z"] = b"7z\xbc\xaf\x27\x1c" + bytes(600)
+    sentence = refusal(recipe(tmp_path, "prepare", "opus100", **given))
+    assert "opus.7z" in sentence and "zip or tar" in sentence
 
 
 def test_download_that_only_lacked_its_name_is_not_repeated(tmp_path, server):

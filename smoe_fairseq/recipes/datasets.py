@@ -158,8 +158,8 @@ def load_dataset(name: str) -> Dataset:
     files = (config_folder() / "datasets").glob("*.yaml")
     known = sorted(file.stem for file in files if file.stem[0] != "-")
     if name not in known:
-        known = ", ".join(known)
-        raise UsageError(f"unknown dataset {name!r}, as {path} is missing: choose one of {known}")
+        cause = f"{path} is {'in a folder of its own' if path.exists() else 'missing'}"
+        raise UsageError(f"unknown dataset {name!r}, as {cause}: choose one of {', '.join(known)}")
     empty = {key: type(form)() for key, form in SCHEMA.items() if isinstance(form, dict | list)}
     merged = empty | OmegaConf.to_container(_merge_bases(path))
     pairs = merged.get("pairs")

@@ -20,6 +20,7 @@ from functools import partial
 from lzma import LZMAError
 from pathlib import Path, PurePosixPath
 from typing import IO
+from urllib.parse import urlsplit
 
 from smoe_fairseq.errors import UsageError
 from smoe_fairseq.files import check_plain, open_plain, put_in_place, whole_folder, write_whole
@@ -35,12 +36,27 @@ _PAGE = re.compile(rb"\s*<(!doctype html|html)\b", re.I)
 
 @dataclass(frozen=True)
 class Remote:
-    """A file to download; ``size`` in bytes and ``sha256`` if they are known."""
+    """A file to download; ``size`` in bytes and ``sha256`` if they are known.
+
+    Raises:
+        UsageError: ``url`` is not an address that can be read without a password.
+    """
 
     url: str
     name: str
     size: int | None = None
     sha256: str | None = None
+
+    def __post_init__(self):
+        address = urlsplit(self.url)
+        if address.scheme not in ("https", "http", "ftp", "file"):
+            expected = "expected https://, http://, ftp:// or file:/// before it"
+            raise UsageError(f"`url: {self.url}` of the data set is not an address: {expected}")
+        if address.password is not None:
+            advice = f"download {self.name} by other means, and give its folder as --raw"
+            raise UsageError(
+                f"`url` of {self.name} has a password, which is not supported: {advice}"
+            )
 
 
 def remote_files(dataset: Dataset) -> list[Remote]:
@@ -203,7 +219,7 @@ def _fault(remote: Remote, path: Path) -> str | None:
         if remote.sha256:
             content.seek(0)
             checksum = hashlib.file_digest(content, "sha256").hexdigest()
-            if checksum != remote.sha256:
+            if checksum != remote.sha256.lower():
                 return f"the SHA-256 checksum {checksum}, not {remote.sha256} as expected"
     return None
 
@@ -324,10 +340,9 @@ def _naming_archive(archive: Path, folder: str | None = None) -> Iterator[None]:
         if isinstance(error, OSError) and error.errno is not None:  # bz2's for damage has no errno
             what = f"unpacked to {folder}" if folder else "read"
             raise UsageError(f"{archive} cannot be {what}: {error.strerror}") from None
-        reason, advice = " ".join(str(error).split()), "delete it and get it again"
-        if isinstance(error, RuntimeError):  # zipfile's, for a password or an unknown method
-            kinds = "zip or tar, by deflate, gzip, bzip2 or xz"
-            advice = f"expected an archive without a password, {kinds}"
+        reason = " ".join(str(error).split())
+        expected = "expected a zip or tar without a password, by deflate, gzip, bzip2 or xz"
+        advice = f"{expected}; if it is one, delete it and get it again"
         raise UsageError(f"{archive} cannot be unpacked ({reason}): {advice}") from None
 
 
