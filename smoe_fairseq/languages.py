@@ -6,6 +6,8 @@ such as ``xx``, stands for itself alone.
 """
 
 import re
+from collections.abc import Collection
+from contextlib import suppress
 from functools import lru_cache
 
 import langcodes
@@ -26,17 +28,16 @@ _PERHAPS = re.compile("[\u0e00-\u1bff\u2e80-\uabff\uf900-\ufaff\U00016000-\U0003
 @lru_cache(4096)
 def language_of(name: str) -> Language | None:
     """The language that a code or an English name stands for; None if it is no language's."""
+    with suppress(LookupError, ValueError):
+        if (language := Language.get(name.strip())).is_valid():
+            return language
     try:
-        language = Language.get(name.strip())
-        return language if language.is_valid() else None
-    except (LookupError, ValueError):
-        pass
-    try:
-        return langcodes.find(name.strip()) if len(name) > 3 else None
+        return Language.get(langcodes.find(name.strip()).to_tag()) if len(name) > 3 else None
     except LookupError:
         return None
 
 
+@lru_cache(4096)
 def code_of(name: str) -> str:
     """The ISO 639-1 code, or else 639-3, of a language (of its macrolanguage for ``cmn``, ``arb`` and others
     that are the main one of theirs); the name itself if it is no language's.
@@ -86,6 +87,11 @@ def assign(wanted: tuple[str, ...], names: tuple[str, ...]) -> tuple[str | None,
                 free, key=lambda n: langcodes.tag_distance(tags[language], tags[n])
             )
     return tuple(map(found.get, wanted))
+
+
+def meant(name: str, known: Collection[str]) -> list[str]:
+    """Those of the ``known`` languages that a name may stand for; itself alone if it is one of them."""
+    return [name] if name in known else [each for each in known if _is_same(name, each)]
 
 
 def are_languages(names: tuple[str, ...]) -> bool:

@@ -82,7 +82,7 @@ def test_a_model_of_subwords_that_is_none_is_named(three_languages, gates_by_han
 @pytest.mark.soak
 def test_blanks_between_pairs_do_not_count(three_languages, gates_by_hand, tmp_path):
     given = [*one_direction(three_languages, gates_by_hand), "--output", str(tmp_path / "out")]
-    main([*given, "--lang-pairs", "aa-bb, aa-cc", "--sentences", "2"])
+    main([*given, "--lang-pairs", "aar-bb, aa-cc", "--sentences", "2"])
     assert (tmp_path / "out/report.html").exists()
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from smoe_fairseq.languages import are_languages, assign, code_of, is_unspaced, words_in
+from smoe_fairseq.languages import are_languages, assign, code_of, is_unspaced, meant, words_in
 
 
 @pytest.mark.parametrize(
@@ -28,6 +28,22 @@ from smoe_fairseq.languages import are_languages, assign, code_of, is_unspaced, 
 def test_names_of_one_language_are_assigned_to_it(wanted, names, found):
     made = assign(tuple(wanted.split()), tuple(names.split()))
     assert " ".join(map(str, made)) == found
+
+
+@pytest.mark.parametrize(
+    ("names", "found"),
+    [("ibo ig igbo Igbo ibo_Latn", "ibo_Latn"), ("zh Chinese", "zho_Hans zho_Hant")]
+    + [
+        ("zh-TW zho_Hant", "zho_Hant"),
+        ("no nb", "nob_Latn"),
+        ("Tagalog tl fil", "tgl_Latn"),
+        ("xx de", ""),
+    ],
+)
+def test_those_of_a_models_languages_that_a_name_means(names, found):
+    known = "ibo_Latn zho_Hans zho_Hant nob_Latn nno_Latn tgl_Latn".split()
+    for name in names.split():
+        assert " ".join(meant(name, known)) == found, name
 
 
 def test_a_line_of_languages_is_told_from_sentences():

@@ -51,7 +51,7 @@ LAYERS = {
     },
     "analysis": {
         *(ROOT, "checkpoints", "compat", "errors", "files", "flags", "forms", "models"),
-        *("modules", "subwords", "translate"),
+        *("languages", "modules", "subwords", "translate"),
     },
     "serve": {
         "analysis",

@@ -191,7 +191,7 @@ REFUSED = {
     "longer": ({"text": "1 " * 3000}, 422, "tokens is longer than the model's limit, 1024: divide"),
     "too much": ({"text": "1 " * MAX_BODY}, 413, f"the body has more than {MAX_BODY} bytes"),
     "no source": ({"source": None}, 422, "source is null; expected"),
-    "language": ({"target": "xx"}, 422, "from 'en' to 'xx': no such direction; expected one of "),
+    "language": ({"target": "xx"}, 422, "from 'en' to 'xx': xx is not one of the model's"),
     "same": ({"target": "en"}, 422, "from 'en' to 'en': no such direction"),
     "beam": ({"beam": 0}, 422, "beam is 0; expected a whole number from 1 to 20"),
     "wide": ({"beam": 10**9}, 422, "beam is 1000000000; expected a whole number from 1 to 20"),

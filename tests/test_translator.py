@@ -161,11 +161,12 @@ def test_directions(model):
     for words, sentence in (
         ({}, "source_lang=None, target_lang=None: several directions are possible"),
         ({"source_lang": "en"}, "several directions"),
+        ({"source_lang": "English"}, "several directions"),
         (
             {"source_lang": "en", "target_lang": "xx"},
-            "no such direction; expected one of fr-en, de-en, en-fr, en-de",
+            "target_lang='xx': xx is not one of the model's languages: expected de, en, fr",
         ),
-        ({"target_lang": "xx"}, "no such direction"),
+        ({"target_lang": "xx"}, "xx is not"),
         ({"source_lang": "en", "target_lang": "en"}, "no such direction"),
     ):
         with pytest.raises(UsageError) as ended:
@@ -173,6 +174,10 @@ def test_directions(model):
         assert sentence in str(ended.value) and "\n" not in str(ended.value)
     assert model.translate(["1 2"], source_lang="fr", **SEARCH)  # to English alone
     assert model.translate(["1 2"], source_lang="fr", target_lang="de", **SEARCH)  # never seen
+    names = {"source_lang": "fra_Latn", "target_lang": "German"}
+    assert model.translate(["1 2"], **names, **SEARCH) == model.translate(
+        ["1 2"], source_lang="fr", target_lang="de", **SEARCH
+    )
 
 
 def test_another_direction_than_that_of_a_bilingual_model(two_updates):
@@ -185,7 +190,13 @@ def test_codes_of_languages_may_have_hyphens(two_updates, hyphens):
     direction = {"source_lang": "en", "target_lang": "zh-CN"}
     expected = SMoETransformerModel.from_pretrained(two_updates).translate(["ax by"])
     model = SMoETransformerModel.from_pretrained(hyphens, **direction)
-    assert model.translate(["ax by"]) == model.translate(["ax by"], target_lang="zh-CN") == expected
+    for name in ("zh-CN", "Chinese"):
+        assert model.translate(["ax by"], target_lang=name) == expected
+    assert model.translate(["ax by"]) == expected
+    direction = {"source_lang": "English", "target_lang": "zho_Hans"}
+    assert (
+        SMoETransformerModel.from_pretrained(hyphens, **direction).translate(["ax by"]) == expected
+    )
     with pytest.raises(UsageError, match="no such direction; expected one of en-zh-CN"):
         model.translate(["ax by"], target_lang="CN")
 

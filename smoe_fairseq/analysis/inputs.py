@@ -20,6 +20,7 @@ from tqdm import tqdm
 from smoe_fairseq.checkpoints.reading import open_checkpoint, values_of
 from smoe_fairseq.errors import UsageError, naming_file
 from smoe_fairseq.flags import add_flag, positive
+from smoe_fairseq.languages import meant
 from smoe_fairseq.models.transformer import moe_blocks
 from smoe_fairseq.modules.routing import Capacity
 from smoe_fairseq.translate.directions import direction_of, is_multilingual
@@ -137,7 +138,10 @@ def directions(task, pairs: str | None = None) -> list[str]:
     if pairs is None:
         return known
     names = list(dict.fromkeys(map(str.strip, pairs.split(","))))
-    for name in names:
+    for i, name in enumerate(names):
+        if name not in allowed and is_multilingual(task):
+            found = {lang: meant(lang, task.langs) for lang in name.split("-")}
+            names[i] = name = "-".join(own[0] if len(own) == 1 else x for x, own in found.items())
         if name not in allowed:
             expected = f"expected some of {', '.join(known)}, which the model knows"
             raise UsageError(f"--lang-pairs {name}: {expected}, joined by commas")

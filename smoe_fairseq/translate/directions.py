@@ -1,7 +1,6 @@
 """The directions of a trained model: which languages it translates from and to."""
 
 import copy
-import difflib
 from argparse import Namespace
 from collections.abc import Mapping
 from pathlib import Path
@@ -9,6 +8,7 @@ from pathlib import Path
 from fairseq.utils import split_paths
 
 from smoe_fairseq.errors import UsageError
+from smoe_fairseq.languages import meant
 
 MULTILINGUAL = "translation_multi_simple_epoch"
 _MOST_SHOWN = 50  # directions in a message
@@ -29,20 +29,30 @@ def direction_of(task) -> tuple[str, str]:
     return options.source_lang, options.target_lang
 
 
-def check_languages(run, task, given: Mapping[str, str], data: str) -> None:
-    """Raise UsageError if a bilingual task has another direction, or ``data`` no dictionary of a language."""
-    folder = split_paths(data)[0]
+def check_languages(run, task, given: Mapping[str, str], data: str) -> dict[str, str]:
+    """The languages that are meant, by ``source_lang`` and ``target_lang``, of a bilingual task.
+
+    Raises UsageError if it has another direction, or ``data`` no dictionary of a language.
+    """
+    folder, found = Path(split_paths(data)[0]), {}
+    languages = sorted(file.name[len("dict.") : -len(".txt")] for file in folder.glob("dict.*.txt"))
     for name, lang in given.items():
         trained = getattr(task, name, None)
-        if trained and trained != lang:
-            expected = f"expected {trained}, since it was trained for one direction"
-            raise UsageError(f"{run}: {name}={lang!r}: no such direction; {expected}")
-        if not Path(folder, f"dict.{lang}.txt").exists():
-            raise UsageError(f"{name}={lang!r}: {folder} has no dictionary of this language")
+        known = [trained] if trained else languages
+        if len(names := meant(lang, known)) != 1:
+            reason = ", since it was trained for one direction" * bool(trained)
+            expected = ", ".join(names or known)
+            raise UsageError(f"{run}: {name}={lang!r}: expected {expected}{reason}")
+        if names[0] not in languages:
+            raise UsageError(f"{name}={lang!r}: {folder}/dict.{names[0]}.txt is missing")
+        found[name] = names[0]
+    return found
 
 
 def task_for(task, source: str | None, target: str | None, request: str | None = None):
     """The task for the direction from ``source`` to ``target``, which may be None if unambiguous.
+
+    Languages match by meaning: ``ig``, ``ibo`` and ``Igbo`` are ``ibo_Latn``.
 
     Args:
         request: the name of the request in an error message.
@@ -52,26 +62,26 @@ def task_for(task, source: str | None, target: str | None, request: str | None =
     """
     multilingual = is_multilingual(task)
     options = task.cfg or task.args
-    known = [f"{options.source_lang}-{options.target_lang}"]
+    request = request or f"source_lang={source!r}, target_lang={target!r}"
     pairs = [(options.source_lang, options.target_lang)]  # codes such as zh-CN have hyphens
-    languages = set()  # of any direction, trained or not
     if multilingual:
-        known, languages = list(task.lang_pairs), set(task.langs)
-        pairs = [tuple(pair.split("-")) for pair in known]
-    matches = [p for p in pairs if source in (None, p[0]) and target in (None, p[1])]
-    if not matches and source != target and {source, target} <= languages:
-        matches = [(source, target)]
+        pairs = [tuple(pair.split("-")) for pair in task.lang_pairs]
+    sides = [(*dict.fromkeys(side),) for side in zip(*pairs)]
+    given = []
+    for lang, side in zip((source, target), sides, strict=True):
+        known = task.langs if multilingual else side  # of any direction, trained or not
+        names = meant(lang, known) if lang else [None]
+        if len(names) != 1 and multilingual:
+            expected = f"expected {', '.join(sorted(names or known))}"
+            raise UsageError(f"{request}: {lang} is not one of the model's languages: {expected}")
+        given += names or [lang]
+    matches = [p for p in pairs if all(name in (None, own) for name, own in zip(given, p))]
+    if multilingual and not matches and None not in given and given[0] != given[1]:
+        matches = [(*given,)]
     if len(matches) != 1:
-        request = request or f"source_lang={source!r}, target_lang={target!r}"
         problem = "several directions are possible" if matches else "no such direction"
-        expected = f"one of {', '.join(known)}"
-        if len(known) > _MOST_SHOWN:
-            wrong = next(
-                (lang for lang in (source, target) if lang and lang not in languages), None
-            )
-            near = difflib.get_close_matches(wrong or "", languages, 3, 0.3)
-            expected = f"two of {len(languages)} languages"
-            expected += f"; {wrong} is none, but {', '.join(near)}" if near else ""
+        few = len(pairs) <= _MOST_SHOWN
+        expected = f"one of {', '.join(map('-'.join, pairs))}" if few else "a source and a target"
         raise UsageError(f"{request}: {problem}; expected {expected}")
     if not multilingual:
         return task

@@ -258,8 +258,7 @@ class Translator(TrainedModel):
             # A multilingual task gets its direction later.
             if task_name(saved.task) != MULTILINGUAL:
                 given = {name: lang for name, lang in languages.items() if lang is not None}
-                check_languages(first, saved.task, given, data)
-                overrides |= given
+                overrides |= check_languages(first, saved.task, given, data)
 
         translator = super().of_run(first, checkpoint_file, data, prepare, **overrides)
         translator.source_lang, translator.target_lang = source_lang, target_lang
