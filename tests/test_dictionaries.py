@@ -264,3 +264,17 @@ def test_without_a_note_nothing_is_compared(content):
         is None
     )
     assert dictionary_checksums(Silent()) == {}
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_dictionary_shorter_than_the_text(ranks, raw_corpus, tmp_path, workers):
+    """Of `fairseq-preprocess`, which writes no checksums."""
+    preprocess(raw_corpus, tmp_path / "bin", "--joined-dictionary")
+    for file in (tmp_path / "bin").glob("dict.*.txt"):
+        file.write_text("".join(file.read_text().splitlines(keepends=True)[:3]))
+    words = ["--save-dir", tmp_path / "new", *MOE, "--num-workers", workers]
+    process = ranks.start(tmp_path, 1, tmp_path / "bin", *words, one=True)
+    assert process.wait() == [1]
+    last = process.output().strip().splitlines()[-1]
+    assert last.startswith(f"error: {tmp_path}/bin/dict.") and "Error" not in last
+    assert not list((tmp_path / "new").glob("*.pt"))

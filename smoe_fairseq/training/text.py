@@ -14,6 +14,24 @@ def name_uneven_pair(original, pairs, src, src_sizes, src_dict, tgt=None, *other
     original(pairs, src, src_sizes, src_dict, tgt, *others, **options)
 
 
+@replaces("fairseq.data:LanguagePairDataset.collater")
+def name_short_dictionary(original, pairs, samples, *others, **options):
+    if batch := original(pairs, samples, *others, **options):
+        _check(batch["net_input"]["src_tokens"], pairs.src, pairs.src_dict)
+        _check(batch.get("target"), pairs.tgt, pairs.tgt_dict)
+    return batch
+
+
+def _check(tokens, text, dictionary) -> None:
+    """The model would stop with an index out of range, on a GPU without telling where."""
+    if tokens is not None and (number := int(tokens.max())) >= len(dictionary):
+        file = getattr(dictionary, "read_from", "its dictionary")
+        expected = f"expected the dictionary that {_path_of(text)}.bin was made with"
+        raise UsageError(
+            f"{file} has {len(dictionary)} words, and the text word {number}: {expected}"
+        )
+
+
 def _path_of(dataset) -> str:
     """The file of a data set, which may be wrapped in others, without its extension."""
     while inner := getattr(dataset, "datasets", None) or getattr(dataset, "dataset", None):
