@@ -77,8 +77,9 @@ def test_directions_average_and_missing_cells(tmp_path):
     (runs / "untested").mkdir()
     printed = table(tmp_path, "multi30k").stdout
     lines = printed.splitlines()
-    assert len({len(line) for line in lines[:5]}) == 1  # aligned for a terminal too
+    assert len({len(line) for line in lines[2:7]}) == 1  # aligned for a terminal too
     assert re.sub(" +", " ", re.sub("-+", "-", printed)) == (
+        "BLEU on the test set:\n\n"
         "| method | parameters (M) | FLOPs/token (M) | de-en | fr-en | cs-en | en-de | en-fr | en-cs"
         " | average |\n"
         "|:-|-:|-:|-:|-:|-:|-:|-:|-:|-:|\n"
@@ -96,7 +97,7 @@ def test_directions_average_and_missing_cells(tmp_path):
 def test_scores_of_different_signatures_are_not_averaged(tmp_path):
     write_scores(tmp_path / "runs/multi30k/moe", FULL, en_cs="nrefs:1|tok:flores200")
     lines = table(tmp_path, "multi30k").stdout.splitlines()
-    assert lines[2].replace(" ", "").endswith("|0.00|-|")
+    assert lines[4].replace(" ", "").endswith("|0.00|-|")
     assert lines[-3:] == [
         "moe: sacreBLEU nrefs:1|tok:13a",
         "moe: sacreBLEU nrefs:1|tok:flores200",

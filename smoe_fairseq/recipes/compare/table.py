@@ -174,7 +174,13 @@ def side_by_side(dataset: Dataset, metric: str = scores.BLEU) -> Grid:
         notes.append(f"{path} is missing: run scripts/prepare.sh {dataset.name} for the classes")
     texts = ["method", *(["source"] if paper else [])]
     costs = ["parameters (M)", "FLOPs/token (M)"]
-    return Grid([*texts, *costs, *(c.name for c in parts)], rows, notes, texts=len(texts))
+    return Grid(
+        [*texts, *costs, *(c.name for c in parts)],
+        rows,
+        notes,
+        len(texts),
+        f"{metric} on the test set:",
+    )
 
 
 def average(result: Scores, column: Column, metric: str = scores.BLEU) -> float | None:
