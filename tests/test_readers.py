@@ -13,6 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 import sentencepiece
+import yaml
 from commands import step_here
 from sacrebleu.metrics import CHRF
 from sampling import soak
@@ -683,7 +684,6 @@ def test_the_table_tells_what_is_odd(tmp_path, capfd):
         with open(raw / f"train.en-fr.{language}", "ab") as train:
             train.write(tests + b'"the ""same"""\n' + b"x\n\n"[: 2 + (language == "en")])
     content = {"subwords": {"vocab-size": 60}, "train": {"max-source-positions": 30}}
-    content["raw"] = {"split": "hash"}  # of other text: it is not advised again
     given = write_dataset(tmp_path / "c", "tiny", pairs=["en-fr"], **content)
     done = step_here("prepare", "tiny", cwd=tmp_path, RAW=str(raw), WORKERS="1", **given)
     assert done.returncode == 1 and "train.en-fr.fr 314" in capfd.readouterr().err
@@ -698,9 +698,11 @@ def test_the_table_tells_what_is_odd(tmp_path, capfd):
     )
     found = dict(zip(header, row, strict=True))
     assert found["tests in training"].startswith("12 / 12 / 12") and "overlap: drop" in done.stderr
-    assert "split: hash" not in done.stderr
     assert found["read"] == "314" and found["best chrF++"] == "100.0"
-    assert "1 training pairs have" in done.stderr and "{quotes: strip}" in done.stderr
+    block = yaml.safe_load(done.stderr[done.stderr.index("\nclean:") :])
+    assert block == {"clean": {"overlap": "drop", "quotes": "strip"}}
+    assert ".partial" not in done.stdout
+    assert done.stderr.count("warning: ") == 1 and f"{tmp_path / 'c'}" in done.stderr
 
 
 def test_what_is_dropped_already_is_not_advised_again(tmp_path):
@@ -751,8 +753,9 @@ def test_tests_in_the_training_text_of_other_pairs(tmp_path):
         (row,) = (line for line in done.stdout.splitlines() if line.startswith("| en-de"))
         leaks = overlap == "drop"
         assert ("0 / 0 / 0 / 1 (!)" in row, "0 / 0 / 0 / 0 " in row) == (leaks, not leaks)
-        said = [line for line in done.stderr.splitlines() if "overlap: drop-all" in line]
-        assert [line.split(":")[1].strip() for line in said] == ["en-de"] * leaks
+        assert (
+            ("overlap: drop-all" in done.stderr) == ("en-de: 1 sentences" in done.stderr) == leaks
+        )
     assert found["drop-all"]["overlap"] == found["drop"].get("overlap", 0) + 1
 
 

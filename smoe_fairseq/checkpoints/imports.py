@@ -40,7 +40,7 @@ def run_import(args: Namespace) -> None:
         write_converted(state, args.output, args.force)
     layers = sum(name.endswith(".moe.experts.w1") for name in state["model"])
     kind = f"{layers} MoE layers" if layers else "a dense model"
-    print(f"{args.output}: {kind}, of {len(read)} file{'s' * (len(read) != 1)}")
+    print(f"{args.output}: {kind}, made from {len(read)} file{'s' * (len(read) != 1)}")
 
 
 def _exists(file: Path, content: bytes) -> bool:

@@ -19,6 +19,7 @@ from smoe_fairseq.recipes.processes import command, whole_number
 # Files in a data set's folder.
 SIZES = "sizes.json"  # {pair: training sentence pairs}
 LEFT_OUT = "left_out.json"  # {pair: {read, kept, and a count for each fault}} of training text
+PARTIAL = ".partial"  # ends the name of a folder that is not complete
 LARGEST_SEED = 2**31 - 1
 # Checkpoints of epochs and of updates, perhaps of a rank's experts.
 _RUN = re.compile(r"(?P<method>.+)\.seed-(?P<seed>\d+)")
@@ -30,6 +31,11 @@ def path_from_environment(variable: str, default: str = "") -> Path:
     if default and path.exists() and not path.is_dir():
         raise UsageError(f"{variable}={path}: expected a folder")
     return path.absolute() if str(path).startswith("-") else path  # else it looks like a flag
+
+
+def final(path: Path) -> str:
+    """The name that a path in an incomplete folder gets at the end."""
+    return str(path).replace(PARTIAL, "")
 
 
 @dataclass(frozen=True)

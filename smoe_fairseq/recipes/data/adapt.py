@@ -22,6 +22,7 @@ from smoe_fairseq.recipes.config_files import dataset_file
 from smoe_fairseq.recipes.data import readers
 from smoe_fairseq.recipes.data.binarise import SPECIAL, read_dictionary
 from smoe_fairseq.recipes.datasets import Dataset
+from smoe_fairseq.recipes.folders import final
 from smoe_fairseq.recipes.pretrained import MODEL, RECORD, is_foreign, source_of
 from smoe_fairseq.subwords import NAMES, read_subwords, subwords_of
 from smoe_fairseq.translate.load import checkpoint_of, data_of
@@ -120,7 +121,10 @@ def _adapt(dataset: Dataset, source: Path, raw: Path, output: Path) -> None:
             texts = (line for lang, line in _lines(raw) if lang in new)
             others = (line for lang, line in _lines(raw) if lang not in new)
             added = vocabulary.add_pieces(texts, others, dataset.add_subwords)
-            print(f"{output}: {len(added):,} subwords of {', '.join(new)} added", flush=True)
+            print(
+                f"{final(output)}: {len(added):,} subwords and letters of {', '.join(new)} added",
+                flush=True,
+            )
         if dataset.trim:
             vocabulary.trim(_pieces(vocabulary.subwords, raw, output))
         languages = [*task["langs"], *dataset.new_languages]
@@ -160,7 +164,7 @@ def _adapt(dataset: Dataset, source: Path, raw: Path, output: Path) -> None:
     change = f"{rows:,} embeddings ({size / 1e6:,.1f} MB)"
     if rows != len(symbols):
         change += f", now {len(symbols):,} ({vocabulary.bytes / 1e6:,.1f} MB)"
-    print(f"{output / MODEL}: of {checkpoint}, {change}", flush=True)
+    print(f"{final(output / MODEL)}: from {final(checkpoint)}, {change}", flush=True)
 
 
 def _vocabulary(checkpoint: Path, state: dict, task: dict) -> tuple[Vocabulary, str]:

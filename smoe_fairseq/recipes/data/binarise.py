@@ -34,7 +34,7 @@ from smoe_fairseq.recipes.data.raw import (
 from smoe_fairseq.recipes.data.subwords import encode_files
 from smoe_fairseq.recipes.data.text_files import Chunk, map_chunks
 from smoe_fairseq.recipes.datasets import Dataset, both_orders
-from smoe_fairseq.recipes.folders import shard_folders
+from smoe_fairseq.recipes.folders import final, shard_folders
 from smoe_fairseq.subwords import read_subwords, write_sums
 
 SUFFIXES = ("bin", "idx")
@@ -75,7 +75,7 @@ def binarise(
         counts = binarise_files(vocabulary, dict(zip(files.values(), pairs, strict=True)), workers)
     for shard in shards:
         write_sums(shard)
-    print(f"{output}: {len(files)} files, {counts}", flush=True)
+    print(f"{final(output)}: {len(files)} files, {counts}", flush=True)
 
 
 def _files(folder: Path, pair: str, splits: Sequence[str]) -> Iterator[Path]:
@@ -210,7 +210,10 @@ def adopt(dataset: Dataset, source: Path, raw: Path, output: Path, longest: int 
         archive.write_tests(text, longest)
         shutil.rmtree(original)
         write_sizes(raw, sizes)
-    print(f"{output}: {sum(sizes.values()):,} training pairs as they are in {source}", flush=True)
+    print(
+        f"{final(output)}: {sum(sizes.values()):,} training pairs as they are in {source}",
+        flush=True,
+    )
 
 
 def binarised_folder(dataset: Dataset, folder: Path) -> Path | None:

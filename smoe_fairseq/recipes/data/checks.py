@@ -8,11 +8,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
+import yaml
 from tabulate import tabulate
 
 from smoe_fairseq.errors import UsageError
 from smoe_fairseq.forms import read_json
 from smoe_fairseq.languages import words_in
+from smoe_fairseq.recipes.config_files import dataset_file
 from smoe_fairseq.recipes.data import readers
 from smoe_fairseq.recipes.data.binarise import UNKNOWN, read_index, token_dtype
 from smoe_fairseq.recipes.data.faults import MAX_RATIO, MAX_WORDS, SIDES, Faults
@@ -27,7 +29,14 @@ from smoe_fairseq.recipes.program_flags import FAIRSEQ_POSITIONS
 from smoe_fairseq.subwords import read_subwords
 
 REACHABLE = 99.9  # chrF++ below which subwords change too much
-_SHOWN = 20  # pairs of which all lines are printed
+_SHOWN = 20  # faults that are printed
+_LEGEND = f"""
+read, kept: pairs of the training text, before and after cleaning; empty: a side is empty;
+repeated: an earlier pair is the same; equal: both sides are the same; over 1:{MAX_RATIO}: one side has more
+than {MAX_RATIO} times the words of the other; too long: longer than the model allows, never trained on;
+tests in training: test sentences that are also in the training text, on the source side / on the
+target side / as a pair / in other pairs; unknown: tokens without a subword; best BLEU, best chrF++:
+the highest scores that are possible with these subwords"""
 
 
 @dataclass
@@ -55,11 +64,23 @@ def print_checks(dataset: Dataset, workers: int = 1) -> None:
     print(_table(rows), flush=True)
     if source_of(dataset):
         print(_by_language(dataset, rows), flush=True)
-    advice = [f"{row.pair}: {words}" for row in rows for words in _advice(row, dataset)]
-    for line in advice[:_SHOWN]:
-        warn(line)
-    if len(advice) > _SHOWN:
-        warn(f"and {len(advice) - _SHOWN} more lines like these; the table has all pairs")
+    found = [(row.pair, *each) for row in rows for each in _advice(row, dataset)]
+    settings: dict[str, dict] = {}
+    for _, _, advised in found:
+        for key, values in advised.items():
+            block = settings.setdefault(key, dict(getattr(dataset, key)))
+            # What drops the sentences of all pairs drops those of one.
+            block.update((k, v) for k, v in values.items() if block.get(k) != "drop-all")
+    lines = [f"{pair}: {problem}" for pair, problem, _ in found]
+    if (more := len(lines) - _SHOWN) > 0:
+        lines[_SHOWN:] = [f"and {more} more; the table has all pairs"]
+    message = "\n    ".join(["the text has faults:", *lines])
+    if settings:  # as lines that can be pasted
+        file = dataset_file(dataset.name)
+        message += f"\nTo mend them, set in {file}, delete {folders.binary} and prepare again:\n"
+        message += yaml.safe_dump(settings, default_flow_style=None, sort_keys=False, width=1000)
+    if lines:
+        warn(message.rstrip())
 
 
 def _tests(folders: Folders, pair: str) -> set[tuple[str, str]]:
@@ -143,8 +164,9 @@ def reachable(model, lines: list[str], tokenizer: str) -> tuple[float, float]:
 
 
 def _table(rows: list[Row]) -> str:
-    header = ["pair", "read", "kept", "empty", "repeated", "equal", f"1:{MAX_RATIO}", "too long"]
-    header += ["tests in training", "unknown", "best BLEU", "best chrF++"]
+    """The table, and what its columns mean."""
+    header = ["pair", "read", "kept", "empty", "repeated", "equal", f"over 1:{MAX_RATIO}"]
+    header += ["too long", "tests in training", "unknown", "best BLEU", "best chrF++"]
     body = []
     for row in rows:
         names = ("read", "kept", "empty", "repeated", "equal", "max-ratio", "too long")
@@ -156,7 +178,8 @@ def _table(rows: list[Row]) -> str:
         unknown = f"{row.counts['unknown']:,}"
         body.append([row.pair, *numbers, leaked, unknown, scores[0], scores[1] + marked])
     alignment = ["left"] + ["right"] * (len(header) - 1)
-    return tabulate(body, header, tablefmt="pipe", colalign=alignment, disable_numparse=True)
+    table = tabulate(body, header, tablefmt="pipe", colalign=alignment, disable_numparse=True)
+    return f"{table}\n{_LEGEND}"
 
 
 def _by_language(dataset: Dataset, rows: list[Row]) -> str:
@@ -174,42 +197,37 @@ def _by_language(dataset: Dataset, rows: list[Row]) -> str:
     return tabulate(body, header, tablefmt="pipe", colalign=alignment, disable_numparse=True)
 
 
-def _advice(row: Row, dataset: Dataset) -> Iterator[str]:
-    """The problems of a pair, with the settings that solve them."""
-    counts, kept = row.counts, row.counts["kept"]
+def _advice(row: Row, dataset: Dataset) -> Iterator[tuple[str, dict[str, dict]]]:
+    """The faults of a pair, each with the settings that solve it."""
+    counts, kept, clean = row.counts, row.counts["kept"], dataset.clean
     names = zip(SIDES, ("sources", "targets", "pairs"), strict=True)
     if sides := ", ".join(f"{name}: {row.leaked[x]:,}" for x, name in names if row.leaked[x]):
-        leaked = (
-            f"the training text has sentences of the test set ({sides}): scores will be too good"
-        )
-        setting = "`clean: {overlap: drop}`"
-        if dataset.raw.get("split") != "hash":
-            setting += ", or `raw: {split: hash}` if one text was divided"
-        yield f"{leaked}; set {setting}"
+        leaked = f"the training text has sentences of the test set ({sides})"
+        yield f"{leaked}, so scores will be too good", {"clean": {"overlap": "drop"}}
     if elsewhere := row.leaked["other pairs"]:
         leaked = f"{elsewhere:,} sentences of the test set are in the training text of other pairs"
-        yield f"{leaked}: scores may be too good; set `clean: {{overlap: drop-all}}`"
+        yield f"{leaked}, so scores may be too good", {"clean": {"overlap": "drop-all"}}
     if empty := counts["empty tests"]:
-        yield f"{empty:,} pairs of the test set have an empty side: remove them"
+        yield f"{empty:,} pairs of the test set have an empty side: remove them", {}
     for name, words in (("repeated", "are repeated"), ("equal", "are the same on both sides")):
-        if counts[name] * 10 > kept and dataset.clean.get(name) != "drop":
-            yield f"{counts[name]:,} training pairs {words}: set `clean: {{{name}: drop}}`"
+        if counts[name] * 10 > kept and clean.get(name) != "drop":
+            yield f"{counts[name]:,} training pairs {words}", {"clean": {name: "drop"}}
     # A sentence in quotation marks is ordinary, unless most are.
     quoted = counts["quoted"]
-    if (counts["doubled"] or quoted * 2 > kept) and dataset.clean.get("quotes") != "strip":
+    if (counts["doubled"] or quoted * 2 > kept) and clean.get("quotes") != "strip":
         quotes = "have the quotes that a spreadsheet adds"
-        yield f"{quoted:,} training pairs {quotes}: set `clean: {{quotes: strip}}`"
-    if (number := counts["max-ratio"]) * 100 > kept and "max-ratio" not in dataset.clean:
+        yield f"{quoted:,} training pairs {quotes}", {"clean": {"quotes": "strip"}}
+    if (number := counts["max-ratio"]) * 100 > kept and "max-ratio" not in clean:
         unlike = f"one side has more than {MAX_RATIO} times the words of the other"
-        yield f"in {number:,} training pairs {unlike}: set `clean: {{max-ratio: {MAX_RATIO}}}`"
+        yield f"in {number:,} training pairs {unlike}", {"clean": {"max-ratio": MAX_RATIO}}
     if long := counts["too long"]:
-        never = "are longer than the model's positions and are never trained on"
-        limits = "--max-source-positions and --max-target-positions in `train`"
-        setting = f"`clean: {{max-words: {MAX_WORDS}}}`, or {limits}"
-        yield f"{long:,} training pairs {never}: set {setting}"
+        never = "are longer than the model's positions and are never trained on; drop them, or set"
+        limits = "max-source-positions and max-target-positions in `train`"
+        yield f"{long:,} training pairs {never} {limits}", {"clean": {"max-words": MAX_WORDS}}
     if marked := counts["marked tests"]:
-        yield f"{marked:,} pairs of the test set have \u2581, a mark of subwords: give plain text"
+        marks = "have \u2581, a mark of subwords: give plain text"
+        yield f"{marked:,} pairs of the test set {marks}", {}
     elif row.chrf is not None and row.chrf < REACHABLE:
         most = f"no translation can have a chrF++ above {row.chrf:.1f}"
-        setting = "`subwords: {normalization: nfc, byte-fallback: true}`"
-        yield f"subwords change the text: {most}; set {setting}"
+        own = {} if source_of(dataset) else {"normalization": "nfc", "byte-fallback": True}
+        yield f"subwords change the text: {most}", {"subwords": own} if own else {}

@@ -18,6 +18,7 @@ from smoe_fairseq.recipes.data.finding import SPLITS, Section, hash_position
 from smoe_fairseq.recipes.data.normalization import plain as normalized
 from smoe_fairseq.recipes.data.raw import write
 from smoe_fairseq.recipes.datasets import Dataset
+from smoe_fairseq.recipes.folders import final
 from smoe_fairseq.recipes.processes import warn
 
 ENGLISH = "en"
@@ -74,8 +75,8 @@ def gather_messages(dataset: Dataset, source: Path, target: Path) -> None:
     kept = write(dataset, sections, target)
     for pair in dataset.pairs:
         counts = ", ".join(f"{kept.get((s, pair), Counter())['kept']:,} {s}" for s in SPLITS)
-        print(f"{target}: {pair}: {counts}", flush=True)
-    print(f"{target}: {_describe_counts(by_language)}", flush=True)
+        print(f"{final(target)}: {pair}: {counts}", flush=True)
+    print(f"{final(target)}: {_describe_counts(by_language)}", flush=True)
 
 
 def read_pairs(dataset: Dataset, archive: Path) -> dict[str, Pairs]:

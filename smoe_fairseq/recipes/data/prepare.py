@@ -19,7 +19,7 @@ from smoe_fairseq.recipes.data.binarise import binarised_folder
 from smoe_fairseq.recipes.data.checks import print_checks
 from smoe_fairseq.recipes.data.download import remote_files
 from smoe_fairseq.recipes.datasets import Dataset, naming_settings
-from smoe_fairseq.recipes.folders import Folders, package_folder, path_from_environment
+from smoe_fairseq.recipes.folders import PARTIAL, Folders, package_folder, path_from_environment
 from smoe_fairseq.recipes.pretrained import is_foreign, source_of, with_pretrained
 from smoe_fairseq.recipes.processes import command, dry_run, run, step, warn, whole_number
 from smoe_fairseq.recipes.program_flags import FAIRSEQ_POSITIONS, arguments
@@ -151,11 +151,11 @@ def _prepare(dataset: Dataset, folders: Folders, flags: Sequence[str]) -> None:
     elif folders.raw.exists():
         raw.check_settings(dataset, folders.raw)
     text, tested = folders.raw, dataset.pairs
-    partial = Path(f"{folders.binary}.partial")
+    partial = Path(f"{folders.binary}{PARTIAL}")
     try:
         if source or not text.exists():
             if text.exists():  # it stays until all that replaces it is complete
-                text = Path(f"{text}.partial")
+                text = Path(f"{text}{PARTIAL}")
             run(_raw_text(dataset, folders, source, text))
         if not dry_run() or text.exists():
             tested = raw.check(dataset, text)
@@ -164,7 +164,7 @@ def _prepare(dataset: Dataset, folders: Folders, flags: Sequence[str]) -> None:
         run(_binarised(dataset, folders, text, partial, flags))
     finally:
         if not dry_run():
-            for folder in (partial, Path(f"{folders.raw}.partial")):
+            for folder in (partial, Path(f"{folders.raw}{PARTIAL}")):
                 shutil.rmtree(folder, ignore_errors=True)
     if not dry_run():
         print_checks(dataset, _workers()[1])

@@ -19,7 +19,7 @@ from smoe_fairseq.recipes.data.finding import SPLITS, Section, all_publisher_nam
 from smoe_fairseq.recipes.data.readers import COMPRESSED
 from smoe_fairseq.recipes.data.text_files import parallel_map, progress
 from smoe_fairseq.recipes.datasets import Dataset, translated
-from smoe_fairseq.recipes.folders import LEFT_OUT, SIZES, Folders
+from smoe_fairseq.recipes.folders import LEFT_OUT, SIZES, Folders, final
 from smoe_fairseq.recipes.processes import warn
 
 SETTINGS = ".settings.json"  # in the folder of gathered text, see `settings_of`
@@ -48,7 +48,7 @@ def gather(dataset: Dataset, source: Path, target: Path, workers: int = 1) -> No
             )
     counts = write(dataset, sections, target, workers)
     kept = sum(count["kept"] for count in counts.values())
-    print(f"{target}: {2 * len(sections)} files, {kept:,} pairs of lines", flush=True)
+    print(f"{final(target)}: {2 * len(sections)} files, {kept:,} pairs of lines", flush=True)
 
 
 def write(

@@ -27,7 +27,7 @@ from smoe_fairseq.recipes.commands import add_subword_options
 from smoe_fairseq.recipes.data import readers
 from smoe_fairseq.recipes.data.normalization import nfc_rules
 from smoe_fairseq.recipes.data.text_files import Chunk, count_lines, map_chunks
-from smoe_fairseq.recipes.folders import shard_names
+from smoe_fairseq.recipes.folders import final, shard_names
 from smoe_fairseq.recipes.processes import warn
 from smoe_fairseq.recipes.program_flags import arguments
 from smoe_fairseq.subwords import read_subwords
@@ -158,7 +158,9 @@ def learn_from(
         Path(pieces_file).write_bytes(proto)
     if len(pieces) < (size := options.get("vocab_size", 0)):
         warn(f"{len(pieces):,} pieces in place of {size:,}: the text has no more")
-    print(f"{output / 'spm.model'}: {len(pieces):,} pieces from {len(files)} files", flush=True)
+    print(
+        f"{final(output / 'spm.model')}: {len(pieces):,} pieces from {len(files)} files", flush=True
+    )
 
 
 def _rules(normalization: str, folder: Path, output: Path) -> dict[str, str | None]:
@@ -238,7 +240,7 @@ def encode(
         for folder in folders:
             folder.mkdir(parents=True, exist_ok=True)
         lines = encode_files(loaded, files, folders, longest, workers)
-    print(f"{output}: {len(files)} files, {lines:,} lines", flush=True)
+    print(f"{final(output)}: {len(files)} files, {lines:,} lines", flush=True)
 
 
 @dataclass(frozen=True)
