@@ -169,6 +169,9 @@ model = M2M100ForConditionalGeneration.from_pretrained({str(exported)!r})
 print(*tokenizer.convert_ids_to_tokens(tokenizer("nikmawŋ").input_ids))
 assert "smoe_fairseq" not in sys.modules
 """
+    card = (exported / "README.md").read_text()
+    assert f'language: ["eng_Latn", "{NEW}", "swh_Latn"]\n' in card and "dense; " in card
+    assert 'tokenizer.src_lang = "swh_Latn"' in card
     (said,) = run("python", "-c", program, fresh=True).stdout.splitlines()[-1:]
     assert said.split()[0] == NEW and said.split()[-1] == "</s>" and "<unk>" not in said
     shown = table(folder, "mine", CONFIG_DIR=settings["CONFIG_DIR"]).splitlines()

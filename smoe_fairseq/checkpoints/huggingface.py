@@ -84,7 +84,8 @@ def write_huggingface(run: Path, output: Path, force: bool, half: bool, data: Pa
         config.save_pretrained(partial)
         if text is not None:
             text.write(partial, options["max_source_positions"])
-            card = _card(output, path, text.languages, "dense", "", *text.example())
+            example = text.example(*task.lang_pairs[0].split("-"))
+            card = _card(output, path, *_trained(task.lang_pairs, "dense"), "", *example)
         else:
             tokenizer = _tokenizer_of(path, state, task, config, partial)
             language = tokenizer.tgt_lang
@@ -237,22 +238,26 @@ def _tokenizer_of(path: Path, state: Mapping, task, config, folder: Path):
 
 def _example(config, tokenizer) -> tuple[list[str], str, str, str, str]:
     """The arguments of `_card` from ``languages`` on, for a model of ours."""
-    pairs = [pair.split("-") for pair in tokenizer.lang_pairs]
-    if len(pairs) == 1:  # codes may have hyphens
-        pairs = [[tokenizer.src_lang, tokenizer.tgt_lang]]
-    languages = sorted({lang for pair in pairs for lang in pair})
     strata = sorted({str(block["strata"]) for block in config.moe_blocks.values()})
     kind = f"{len(config.moe_blocks)} MoE layers, strata {', '.join(strata)}" if strata else "dense"
-    if len(pairs) <= 20:
-        kind += f"; {', '.join(tokenizer.lang_pairs)}"
+    languages, kind = _trained(tokenizer.lang_pairs, kind)
+    first = tokenizer.lang_pairs[0].split("-")
+    if len(tokenizer.lang_pairs) == 1:  # codes may have hyphens
+        languages = first = [tokenizer.src_lang, tokenizer.tgt_lang]
     before = "import smoe_fairseq.huggingface  # makes the Auto classes know the model\n"
     before += "".join(f"import {module}\n" for module in dict.fromkeys(config.plugins.values()))
     choice = forced = ""
     if tokenizer.language_tokens:
-        choice = 'tokenizer.src_lang, tokenizer.tgt_lang = "{}", "{}"\n'.format(*pairs[0])
+        choice = 'tokenizer.src_lang, tokenizer.tgt_lang = "{}", "{}"\n'.format(*first)
     if tokenizer.decoder_langtok:
         forced = ", forced_bos_token_id=tokenizer.get_lang_id(tokenizer.tgt_lang)"
     return languages, kind, before, choice, forced
+
+
+def _trained(pairs: list[str], kind: str) -> tuple[list[str], str]:
+    """The languages of some directions, and the kind of a model with the directions, if they are few."""
+    languages = sorted({language for pair in pairs for language in pair.split("-")})
+    return languages, f"{kind}; {', '.join(pairs)}" if len(pairs) <= 20 else kind
 
 
 def _card(

@@ -90,12 +90,11 @@ class Text:
     def languages(self) -> list[str]:
         return [token.strip("_") for token in self.tokens if token != "<mask>"]
 
-    def example(self) -> tuple[str, str]:
+    def example(self, source: str, target: str) -> tuple[str, str]:
         """Of the model card: the line that sets the languages, and the argument of ``generate``."""
-        first, second = self.languages[:2]
         tokens = '"__{}__"' if self.kind else '"{}"'
-        token = f"tokenizer.convert_tokens_to_ids({tokens.format(second)})"
-        return f'tokenizer.src_lang = "{first}"\n', f", forced_bos_token_id={token}"
+        token = f"tokenizer.convert_tokens_to_ids({tokens.format(target)})"
+        return f'tokenizer.src_lang = "{source}"\n', f", forced_bos_token_id={token}"
 
     def write(self, folder: Path, longest: int) -> None:
         """Write the files of the tokenizer; ``longest`` is the number of tokens that the model takes."""

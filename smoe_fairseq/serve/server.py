@@ -126,11 +126,19 @@ class IdleTimeoutProtocol(H11Protocol):
 
 
 class Server(uvicorn.Server):
-    """Informs the application at the start of a shutdown; uvicorn does so after all answers."""
+    """Informs the application at the start of a shutdown; uvicorn does so after all answers.
 
-    def __init__(self, config: uvicorn.Config, web: WebApp):
+    Args:
+        ready: what to print when it answers.
+    """
+
+    def __init__(self, config: uvicorn.Config, web: WebApp, ready: str):
         super().__init__(config)
-        self.web = web
+        self.web, self.ready = web, ready
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        print(self.ready, flush=True)
 
     def handle_exit(self, sig: int, frame) -> None:
         """A second signal refuses pending requests at once; uvicorn would drop them and the queue."""
@@ -190,7 +198,9 @@ def serve(engine: Engine, args: Namespace, listener: socket.socket) -> None:
     if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
         # Sent when a terminal closes. uvicorn does not handle it, so answers would be cut off.
         signal.signal(signal.SIGHUP, lambda *_: signal.raise_signal(signal.SIGTERM))
-    Server(config, web).run(sockets=[listener])
+    address = f"[{args.host}]" if ":" in args.host else args.host
+    url = f"http://{address}:{listener.getsockname()[1]}/"
+    Server(config, web, f"{engine.name}: open {url} (Ctrl-C ends it)").run(sockets=[listener])
 
 
 PORT = 8000
@@ -246,7 +256,4 @@ def run_serve(args: Namespace) -> None:
                 "encryption",
                 file=sys.stderr,
             )
-        address = f"[{args.host}]" if ":" in args.host else args.host
-        port_number = listener.getsockname()[1]
-        print(f"{engine.name}: open http://{address}:{port_number}/ (Ctrl-C ends it)", flush=True)
         serve(engine, args, listener)
