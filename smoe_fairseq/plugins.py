@@ -21,19 +21,21 @@ def import_plugin(name: str) -> None:
     if name in imported:
         return
     path = Path(name)
+    file = (path / "__init__.py" if path.is_dir() else path).resolve()
+    kinds = "a folder with __init__.py, a file that ends in .py, or a module that Python finds"
+    missing = UsageError(f"plugin {name}: expected {kinds}; several are joined by {os.pathsep!r}")
     try:
-        if path.is_dir() or path.suffix == ".py":
-            _import_file((path / "__init__.py" if path.is_dir() else path).resolve(), path.stem)
-        else:
+        if not path.is_dir() and path.suffix != ".py":
             importlib.import_module(name)
+        elif file.is_file():
+            _import_file(file, path.stem)
+        else:
+            raise missing
     except ModuleNotFoundError as error:
         if error.name != name.partition(".")[0] and error.name != name:
             raise
-        expected = "expected a folder, a file that ends in .py, or a module that Python finds"
-        raise UsageError(f"plugin {name}: {expected}") from None
-    except (FileNotFoundError, ValueError) as error:
-        raise UsageError(f"plugin {name}: {error}") from None
-    except SyntaxError as error:
+        raise missing from None
+    except (SyntaxError, ValueError) as error:
         raise UsageError(f"plugin {name}: {error}") from error
     imported[name] = None
 

@@ -101,7 +101,7 @@ def assert_same(output: Path, original: Path, data: Path) -> None:
 def test_a_set_as_of_nllb(vanilla, small_corpus, tmp_path, capsys, ranks, named):
     split(as_theirs(vanilla), tmp_path / "model.pt", ranks)
     call("import", tmp_path / f"model{named}.pt", "--output", tmp_path / "new/ours.pt")
-    assert f"ours.pt: 3 MoE layers, of {ranks + 1} files" in capsys.readouterr().out
+    assert f"ours.pt: 3 MoE layers, made from {ranks + 1} files" in capsys.readouterr().out
     assert_same(tmp_path / "new/ours.pt", vanilla, small_corpus)
     config = load(tmp_path / "new/ours.pt")["cfg"]["model"]
     names = (

@@ -273,6 +273,8 @@ WRONG = [  # a file, the values that it gets or None without it, and what the se
     ("sentencepiece.bpe.model", {"other": "vocabulary"}, "model"),
     ("tokenizer.json", {"model": {"type": "WordPiece"}}, "tokenizer.json"),
     ("model.safetensors", None, "model.safetensors"),
+    *((name, "pointer", f"{name} is a pointer") for name in ("model.safetensors", "vocab.json")),
+    ("config.json", None, "config.json"),
 ]
 
 
@@ -282,6 +284,8 @@ def test_what_cannot_be_imported_is_one_sentence(nllb, tmp_path, name, change, n
     file = folder / name
     if change is None:
         file.unlink()
+    elif change == "pointer":  # what git clone leaves without git-lfs
+        file.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:ab\nsize 99\n")
     elif name.endswith(".json"):
         values = json.loads(file.read_text()) if file.exists() else {}
         file.write_text(json.dumps(values | change))

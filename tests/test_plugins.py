@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from commands import refused, run, smoe
+from commands import refused, run, smoe, train
 from serving import JSON, Serving
 from test_block import PADDING, D, make_block, make_input
 from test_recipes import ROOT, recipe, table
@@ -46,7 +46,18 @@ def test_parts_that_are_not_registered_are_named():
             StratifiedMoE(D, D, **options)
     with pytest.raises(ValueError, match="gate_options"):
         StratifiedMoE(D, D, gate_options="rounds=3")
-    assert smoe("cost", "--moe-gate", "sinkhorn", check=False).returncode
+    said = smoe("cost", "--moe-gate", "sinkhorn", check=False)
+    assert said.returncode == 2 and "SMOE_PLUGINS" in said.stderr
+
+
+@pytest.mark.parametrize("term", ["None", "0.5", "stats.balance_loss.expand(2)"])
+def test_a_loss_that_is_no_scalar_is_named(small_corpus, tmp_path, term):
+    register = "from smoe_fairseq.modules.losses import register_loss\n@register_loss('mine')\n"
+    (tmp_path / "own.py").write_text(f"{register}def mine(block, stats):\n    return {term}\n")
+    words = ["--user-dir", f"{ROOT}/smoe_fairseq:{tmp_path}/own.py", "--moe-losses", "mine=0.1"]
+    words += ["--arch", "smoe_transformer_tiny", "--criterion", "smoe_label_smoothed_cross_entropy"]
+    refused(train(small_corpus, tmp_path / "run", *words, check=False), "mine")
+    assert not list(tmp_path.rglob("checkpoint*.pt"))
 
 
 @pytest.fixture(scope="module")
@@ -112,9 +123,20 @@ def test_commands_read_the_checkpoint_if_the_plugin_is_named(trained, monkeypatc
     assert config["moe_losses"] == {"confidence_loss": 0.5}
 
 
-@pytest.mark.parametrize("named", ["nowhere.py", "no_such_module", "smoe_fairseq/nowhere.py"])
+MISSING = [
+    "nowhere.py",
+    "no_such_module",
+    "smoe_fairseq/nowhere.py",
+    str(ROOT / "docs"),
+    "a.py,b.py",
+]
+
+
+@pytest.mark.parametrize("named", MISSING)
 def test_a_plugin_that_is_missing_is_named(named):
-    refused(run("smoe", "path", check=False, SMOE_PLUGINS=named), named)
+    said = run("smoe", "path", check=False, SMOE_PLUGINS=named)
+    refused(said, named)
+    assert "__init__.py" in said.stdout and "Errno" not in said.stdout
 
 
 def test_a_name_that_is_taken_is_refused(tmp_path, balancing):

@@ -11,6 +11,7 @@ import shutil
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from commands import generation, hypotheses, preprocess, refused, run, train
@@ -233,10 +234,13 @@ def test_what_a_program_gives_is_looked_at(model):
         ({"sentences": [None]}, "None"),
         ({"beam": 0, "verbose": True}, "--beam 0"),
         ({"sentences": [None], "verbose": True}, "None"),
+        ({"target_lang": ["en"]}, "'en'"),
+        ({"constraints": "ordered"}, "constraints"),
     ):
         with pytest.raises(UsageError, match=named):
             model.translate(**{"sentences": texts, "source_lang": "fr"} | given)
     assert len(model.translations("1 2", source_lang="fr", **SEARCH)) == 1
+    assert model.translate("1 2", beam=np.int64(2), source_lang="fr", lenpen=np.float64(1.0))
     with pytest.raises(UsageError, match="empty"):
         SMoETransformerModel.from_pretrained([])
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from torch import Tensor
 
 from smoe_fairseq.checkpoints.huggingface_tokenizer import read_tokenizer
+from smoe_fairseq.checkpoints.huggingface_weights import refuse_pointers
 from smoe_fairseq.checkpoints.trained_with import checksum
 from smoe_fairseq.errors import UsageError
 from smoe_fairseq.files import read_plain
@@ -95,6 +96,7 @@ def languages_of(folder: Path) -> list[str]:
 
 def _vocabulary(folder: Path) -> tuple[list[str], list[str], bytes]:
     """The words of fairseq's dictionary by row, the languages in the order of their tokens, the subwords."""
+    refuse_pointers(folder)
     settings = read_json(folder / _SETTINGS, _FORM)
     if settings.get("legacy_behaviour"):
         raise UsageError(

@@ -19,6 +19,7 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
     Raises:
         UsageError: a file is missing or damaged, or is not plain data.
     """
+    refuse_pointers(folder)
     tensors, names = {}, _files(folder)
     for name in names:
         file = folder / name
@@ -29,6 +30,15 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
         check_plain(file)
         tensors |= _safetensors(file) if file.suffix == ".safetensors" else _pickled(file)
     return tensors
+
+
+def refuse_pointers(folder: Path) -> None:
+    """Raise UsageError for a file of which ``git clone`` without git-lfs left only a pointer."""
+    for file in folder.iterdir():
+        small = file.is_file() and file.stat().st_size < 1024
+        if small and file.read_bytes().startswith(b"version https://git-lfs"):
+            advice = "get the file by `git lfs pull`, or the folder by `hf download`"
+            raise UsageError(f"{file} is a pointer of git-lfs: {advice}")
 
 
 def _files(folder: Path) -> list[str]:

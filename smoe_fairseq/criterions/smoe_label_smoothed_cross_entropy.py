@@ -294,7 +294,7 @@ class SMoELabelSmoothedCrossEntropyCriterion(LabelSmoothedCrossEntropyCriterion)
         yield "moe_gate_loss", alpha, mean(losses)
         for name, (weight, having) in terms.items():
             passes = [(block, ran[n]) for block in having if (n := named[block]) in ran]
-            yield name, weight, mean([value(name, *each) for each in passes])
+            yield name, weight, mean([_scalar(name, value(name, *each)) for each in passes])
         stats = list(ran.values())
         if first.cmr is not None:
             budget = cmr_budget_loss(stats, self.cmr_gate_loss_p) if stats else zero
@@ -315,3 +315,12 @@ class SMoELabelSmoothedCrossEntropyCriterion(LabelSmoothedCrossEntropyCriterion)
                 value = sum(log.get(name, 0) for log in logging_outputs)
                 metrics.log_scalar(name, value / sample_size, sample_size, round=3)
         log_routing(logging_outputs)
+
+
+def _scalar(name: str, term) -> Tensor:
+    if not torch.is_tensor(term) or term.dim():
+        got = f"a tensor of shape {tuple(term.shape)}" if torch.is_tensor(term) else repr(term)
+        raise UsageError(
+            f"loss {name} of --moe-losses returned {got:.60}; expected a scalar tensor"
+        )
+    return term

@@ -1,6 +1,6 @@
 """Options of the models: the mixture of experts, and the whole transformer."""
 
-from argparse import SUPPRESS, Action, BooleanOptionalAction, Namespace
+from argparse import SUPPRESS, Action, ArgumentTypeError, BooleanOptionalAction, Namespace
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, make_dataclass
 from typing import Optional
@@ -49,9 +49,16 @@ BlockOptions = _block_options()
 
 def offer_gates(parser) -> None:
     """Give the flag of the gate its choices, those of plugins included."""
+
+    def known(name: str) -> str:
+        if name not in GATES:
+            plugins = "that of a plugin, which --user-dir or SMOE_PLUGINS names"
+            raise ArgumentTypeError(f"{name}: expected {', '.join(GATES)}, or {plugins}")
+        return name
+
     for action in parser._actions:
         if action.dest == "moe_gate":
-            action.choices = tuple(GATES)
+            action.choices, action.type = tuple(GATES), known
 
 
 @dataclass

@@ -39,7 +39,7 @@ def check_languages(run, task, given: Mapping[str, str], data: str) -> dict[str,
     for name, lang in given.items():
         trained = getattr(task, name, None)
         known = [trained] if trained else languages
-        if len(names := meant(lang, known)) != 1:
+        if len(names := _meant(lang, known)) != 1:
             reason = ", since it was trained for one direction" * bool(trained)
             expected = ", ".join(names or known)
             raise UsageError(f"{run}: {name}={lang!r}: expected {expected}{reason}")
@@ -47,6 +47,12 @@ def check_languages(run, task, given: Mapping[str, str], data: str) -> dict[str,
             raise UsageError(f"{name}={lang!r}: {folder}/dict.{names[0]}.txt is missing")
         found[name] = names[0]
     return found
+
+
+def _meant(lang: str, known) -> list[str]:
+    if not isinstance(lang, str):
+        raise UsageError(f"language {lang!r:.60}: expected one code or name")
+    return meant(lang, known)
 
 
 def task_for(task, source: str | None, target: str | None, request: str | None = None):
@@ -70,7 +76,7 @@ def task_for(task, source: str | None, target: str | None, request: str | None =
     given = []
     for lang, side in zip((source, target), sides, strict=True):
         known = task.langs if multilingual else side  # of any direction, trained or not
-        names = meant(lang, known) if lang else [None]
+        names = _meant(lang, known) if lang else [None]
         if len(names) != 1 and multilingual:
             expected = f"expected {', '.join(sorted(names or known))}"
             raise UsageError(f"{request}: {lang} is not one of the model's languages: {expected}")

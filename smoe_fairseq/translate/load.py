@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from functools import cache, partial
 from pathlib import Path
 
+import numpy as np
 import torch
 from fairseq import checkpoint_utils
 from fairseq.data.encoders.sentencepiece_bpe import SentencepieceBPE, SentencepieceConfig
@@ -40,8 +41,8 @@ def checkpoint_of(run: Path | str, name: str | None = None) -> Path:
         if os.path.lexists(file) or any(file.parent.glob(f"{glob.escape(file.stem)}-rank-*.pt")):
             return file  # its reader names a file or set that cannot be read
     problem = f"has no {' or '.join(names)}" if is_folder else "is missing"
-    advice = "; to convert a folder of transformers, use smoe import"
-    advice *= (run / "config.json").exists()
+    advice = "; a folder of transformers has a config.json, and smoe import converts it"
+    advice *= any((run / name).exists() for name in ("config.json", "tokenizer_config.json"))
     raise UsageError(f"{run} {problem}: expected the folder of a run, or a checkpoint{advice}")
 
 
@@ -345,8 +346,8 @@ class Translator(TrainedModel):
         self._check_options(options)
         if isinstance(sentences, str):
             sentences = [sentences]
-        if beam is not None:
-            options["beam"] = beam
+        options |= {} if beam is None else {"beam": beam}
+        options = {k: v.item() if isinstance(v, np.generic) else v for k, v in options.items()}
         if int8 not in self.engines:
             self.engines[int8] = BatchTranslator(self, int8=int8, keep=True)
         source, target = source_lang or self.source_lang, target_lang or self.target_lang
@@ -363,6 +364,7 @@ class Translator(TrainedModel):
 
     def _check_options(self, options: dict) -> None:
         known = self._defaults().keys() | set(_names_of(self.cfg.generation))
+        known -= {"constraints"}  # which fairseq-interactive alone reads from its lines
         for name in options:
             if name not in known:
                 raise UsageError(f"{name}: unknown; expected one of {', '.join(sorted(known))}")
