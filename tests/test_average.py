@@ -299,8 +299,8 @@ def test_requests_that_are_not_clear(run_of_one, tmp_path):
         ([one, two, "--by", "update"], "--by update: expected --last with it"),
         ([one, two, "--last", 2], "--last 2: expected one folder"),
         ([run_of_one, "--last", 1], "--last 1: expected 2 or more"),
-        ([run_of_one, "--last", 9], "has 4 by update"),
-        ([run_of_one, "--last", 2, "--by", "epoch"], "has 0 by epoch"),
+        ([run_of_one, "--last", 9], "has 4 checkpoints"),
+        ([run_of_one, "--last", 2, "--by", "epoch"], "has 0 checkpoints of an epoch"),
     ):
         assert sentence in refusal("average", *words, "--output", tmp_path / "mean.pt")
     assert list(tmp_path.iterdir()) == [copied.parent]

@@ -298,7 +298,7 @@ def test_train_tells_what_it_takes_and_what_to_do(tmp_path):
     assert re.match(r"# 1\.\dM parameters, 1\.\dM of them active; \dM FLOPs per token", model)
     assert model in before  # the same update
     (takes,) = [x for x in after if "at the peak" in x]
-    assert takes.startswith("# it takes ") and "in sentences of 32 (assumed)" in takes
+    assert takes.startswith("# training needs ") and "in sentences of 32 (assumed)" in takes
     assert shlex.split(after[-1])[0] == "fairseq-train" and list(tmp_path.iterdir()) == []
 
 

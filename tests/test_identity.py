@@ -71,7 +71,7 @@ CHANGES = {  # a flag that is given now, and what the sentence names of the star
 def test_another_flag_is_refused(run, started, flags):
     before = {path: path.read_bytes() for path in started.iterdir()}
     sentence = run(*flags.split())
-    named = (started, CHANGES[flags], "RUN_DIR", "--force-resume")
+    named = (started, CHANGES[flags], "--run-dir", "--force-resume")
     assert all(str(each) in sentence for each in named)
     assert {path: path.read_bytes() for path in started.iterdir()} == before
 

@@ -113,7 +113,7 @@ def test_what_any_direction_uses_stays(three_languages, by_language, tmp_path, p
     words = ("--lang-pairs", pairs) if pairs else ()
     printed = prune(three_languages, by_language, pruned, "--min-load", 0, *words)
     directions = pairs.split(",") if pairs else handmade.DIRECTIONS
-    assert f"choices counted over valid of {', '.join(directions)}" in printed
+    assert f"choices were counted over valid of {', '.join(directions)}" in printed
     kept = kept_of(printed)
     for place, side in enumerate(SIDES):
         languages = {direction.split("-")[place] for direction in directions}
@@ -139,4 +139,4 @@ def test_a_load_is_that_of_the_direction_where_it_is_highest(
 def test_a_sample_is_counted(three_languages, by_hand, tmp_path):
     words = ("--keep", 0.5, "--sentences", 2, "--lang-pairs", "aa-bb", "--gen-subset", "train")
     printed = prune(three_languages, by_hand, tmp_path / "pruned.pt", *words)
-    assert "choices counted over train of aa-bb" in printed and "16 of 32 experts" in printed
+    assert "choices were counted over train of aa-bb" in printed and "16 of 32 experts" in printed

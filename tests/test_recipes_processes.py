@@ -177,7 +177,7 @@ def test_machines_without_gpu_talk_over_gloo(machine):
 
 def test_what_a_machine_without_gpu_adds_is_in_the_dry_run(tmp_path):
     result = recipe(tmp_path, "train", "m4", "moe", DRY_RUN="1", GPUS="2")
-    assert "# a machine without a GPU adds --cpu --distributed-backend gloo" in result.stdout
+    assert "# on a machine without a GPU, --cpu --distributed-backend gloo" in result.stdout
     (words,) = commands(
         recipe(tmp_path, "train", "m4", "moe", "--cpu", DRY_RUN="1", GPUS="2"), "torchrun"
     )

@@ -81,7 +81,7 @@ def kept_command(folder: Path, run: str) -> str:
 def test_an_interrupted_study_goes_on_with_what_is_left(studied):
     folder, said = studied
     assert "--path runs/tiny/smoe-2-2/checkpoint" in kept_command(folder, "smoe-2-2")
-    assert "# tiny: 3 of 4 runs are left" in said and "(3 of 3 runs)" in said
+    assert "# tiny: 3 of 4 runs are still to do" in said and "(3 of 3 runs)" in said
     assert sorted(kept_runs(folder)) == sorted(RUNS)
     for name in RUNS:
         about = json.loads((folder / "results/tiny" / name / study_results.FILE).read_text())

@@ -147,18 +147,18 @@ def parse_run(words: Sequence[str]) -> Namespace:
 CONTEXT = 512  # positions, the limit of sentences in the paper's scripts
 
 READING = """\
-FLOPs per token: one forward pass, for one source token through the encoder and one target token
-through the decoder (of a language model, for one token), counted as Kaplan et al. (2020) do, 2 per
-weight and token:
-  attention   2 x query, key, value and output projections of every attention block
-  ffn         2 x the feed-forward networks of dense layers and those that all tokens use besides experts
-  experts     2 x top-k x requested capacity x the weights of one expert, per MoE layer; for top-k what
-              other gates and null experts leave of it under uniform routing
-  embedding   2 x vocabulary x dimension, one input matrix as if it were multiplied
-  output      2 x vocabulary x dimension, the output projection
-  context     2 x context x dimension per attention block
+FLOPs per token are those of one forward pass, for one source token through the encoder and one target
+token through the decoder (of a language model: for one token). As in Kaplan et al. (2020), each weight
+that processes a token counts 2:
+  attention   2 x the weights of query, key, value and output in every attention block
+  ffn         2 x the weights of the feed-forward networks that process all tokens
+  experts     2 x top-k x requested capacity x the weights of one expert, for each MoE layer; with other
+              gates or null experts, top-k is the mean number of experts under uniform routing
+  embedding   2 x vocabulary x dimension, as if the input were multiplied by the embedding
+  output      2 x vocabulary x dimension, for the output projection
+  context     2 x context x dimension, for each attention block
 Biases, layer norms and gates are left out. The context is {context} positions (--context). The paper's
-absolute numbers are about 4 M higher, which we cannot explain (docs/cost.md)."""
+numbers are about 4 M higher; we cannot explain this (docs/cost.md)."""
 
 
 @dataclass(frozen=True)

@@ -82,13 +82,13 @@ def _ring(processes: int) -> float:
 def print_process_costs(costs: dict[str, ProcessCost], run: Run) -> None:
     """A table; parameters that are sent have a column only if there are any."""
     each = "one rank" if run.processes == 1 else f"each of {run.processes} ranks"
-    batch = f"{run.flags.max_tokens} tokens per batch in sentences of {run.length}"
-    print(f"\n{each}, {batch}, uniform routing")
+    batch = f"batches of {run.flags.max_tokens:,} tokens, sentences of {run.length}"
+    print(f"\nfor {each}, with {batch} tokens and uniform routing")
     header = ["experts", "weights, gradients,\noptimizer", "activations", "at the\npeak"]
-    header += ["sent per update", "of it\ngradients", "of it\ntokens"]
+    header += ["sent per update", "gradients\nin it", "tokens\nin it"]
     columns = ["memory", "activations", "peak", "sent", "gradients", "tokens"]
     if any(cost.parameters for cost in costs.values()):
-        header, columns = [*header, "of it\nparameters"], [*columns, "parameters"]
+        header, columns = [*header, "parameters\nin it"], [*columns, "parameters"]
     rows = []
     for name, cost in costs.items():
         numbers = cost.as_dict()

@@ -264,7 +264,7 @@ def run_prune(args: Namespace) -> None:
     }
     state = prune(args.path, pruned)
     write_converted(state, args.output, args.force)
-    print(f"choices counted over {args.gen_subset} of {', '.join(directions)}")
+    print(f"choices were counted over {args.gen_subset} of {', '.join(directions)}")
     print(_table(pruned, {n: np.sum([use[n].choices for use in uses], axis=0) for n in layers}))
     shrunk = (layer for name, layer in layers.items() if pruned[name].removed)
     if any(layer.gate.weights_depend_on_all for layer in shrunk):
@@ -275,7 +275,7 @@ def run_prune(args: Namespace) -> None:
     sizes = [f"{path.stat().st_size / 1e6:.1f} MB" for path in (args.output, args.path)]
     print(
         f"{experts} of {total} experts, {after:,} of {before:,} parameters ({after / before:.1%})\n"
-        f"{args.output}: {sizes[0]}; {args.path} has {sizes[1]}, with the state of its training, if any"
+        f"{args.output} has {sizes[0]}; {args.path} has {sizes[1]}, which may include its optimizer"
     )
 
 

@@ -229,7 +229,8 @@ def _newest(folder: Path, last: int, by: str | None) -> list[Path]:
         by = kinds[0] if kinds else "update"
     if len(files[by]) < last:
         raise UsageError(
-            f"--last {last}: {folder} has {len(files[by])} by {by}; see --save-interval-updates and "
-            "--no-epoch-checkpoints of fairseq-train (files of --checkpoint-suffix do not count)"
+            f"--last {last}: {folder} has {len(files[by])} checkpoints of an {by}; see "
+            "--save-interval-updates and --no-epoch-checkpoints of fairseq-train (files of "
+            "--checkpoint-suffix do not count)"
         )
     return [files[by][number] for number in sorted(files[by])[-last:]]

@@ -54,7 +54,8 @@ def candidates(
 
 def _occurrences(prefix: Path, dictionary: Dictionary, lines: int) -> sparse.csr_matrix:
     """The tokens of each of the first sentences, ``(N, vocabulary)`` of ones; without special tokens."""
-    data = data_utils.load_indexed_dataset(str(prefix), dictionary)
+    with quietly():
+        data = data_utils.load_indexed_dataset(str(prefix), dictionary)
     rows = [np.unique(data[i].numpy()) for i in range(min(lines, len(data)))]
     rows = [row[row >= dictionary.nspecial] for row in rows]
     ends = np.cumsum([0, *map(len, rows)])

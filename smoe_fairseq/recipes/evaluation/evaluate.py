@@ -211,7 +211,7 @@ def _translate(evaluation: Evaluation) -> None:
     locks.lock_folder(evaluation.folder, locks.EVALUATION)
     scored = evaluation.resume()
     for direction, score in scored.items():
-        _print_score(direction, score, "as it was")
+        _print_score(direction, score, "scored before")
     left = [direction for direction in evaluation.directions if direction not in scored]
     if left:
         _check_model(evaluation)
@@ -224,7 +224,7 @@ def _translate(evaluation: Evaluation) -> None:
                 raise UsageError(f"{reference} has {other:,} lines; {expected}")
         count = len(evaluation.directions)
         devices = translations.choose_devices(len(left), evaluation.extra)
-        print(f"# {devices}: {len(left)} of {count} directions, the longest first", flush=True)
+        print(f"# {len(left)} of {count} directions on {devices}, the longest first", flush=True)
         jobs = {direction: evaluation.job(direction) for direction in left}
         with progress("evaluate", sum(lines.values()), "sentences") as advance:
             for direction in translations.translate_all(devices, jobs, advance):
@@ -232,6 +232,12 @@ def _translate(evaluation: Evaluation) -> None:
                 evaluation.save(scored, evaluation.partial)
                 with tqdm.external_write_mode(sys.stdout):
                     _print_score(direction, scored[direction], f"{len(scored)} of {count}")
+    if odd := ", ".join(direction for direction, score in scored.items() if score.has_odd_length):
+        warn(
+            f"the translations of {odd} are much longer or shorter than the references (0.8 to 1.2 times as "
+            "long is usual): look at them. Few updates are the usual cause; where experts have a limit, smoe "
+            "analyze shows the dropped choices by position (docs/analysis.md)"
+        )
     if evaluation.partial.exists():
         evaluation.finish(scored)
     elif not evaluation.has_saved(scored):
@@ -271,9 +277,3 @@ def _score(evaluation: Evaluation, direction: str) -> scores.Score:
 
 def _print_score(direction: str, score: scores.Score, count: str) -> None:
     print(f"# {direction}: {score} ({count})", flush=True)
-    if score.has_odd_length:
-        warn(
-            f"the translations of {direction} are {score.length_ratio:.2f} times as long as the references "
-            "(expected 0.8 to 1.2): look at them. Few updates are the usual cause; where experts have a "
-            "limit, smoe analyze shows the dropped choices by position (docs/analysis.md)"
-        )

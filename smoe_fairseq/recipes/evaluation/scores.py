@@ -61,7 +61,7 @@ class Score:
     def __str__(self) -> str:
         parts = [f"BLEU {self.bleu:.2f}"]
         if self.length_ratio is not None:
-            parts.append(f"{self.length_ratio:.2f} of the references' length")
+            parts.append(f"{self.length_ratio:.2f} times the references' length")
         return ", ".join([*parts, *(f"{name} {self.others[name][0]:.2f}" for name in self.others)])
 
     def of(self, metric: str) -> tuple[float, str] | None:

@@ -109,7 +109,7 @@ def study(dataset: Dataset, flags: Sequence[str]) -> None:
         return results.are_saved(dataset, run.name, words, launch.processes)
 
     left = [run for run in runs if not is_done(run)]
-    print(f"# {dataset.name}: {len(left)} of {len(runs)} runs are left", flush=True)
+    print(f"# {dataset.name}: {len(left)} of {len(runs)} runs are still to do", flush=True)
     if dry_run():
         for run in left:
             print(f"SEED={run.seed} {run.line}")

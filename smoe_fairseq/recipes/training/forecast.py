@@ -57,12 +57,12 @@ def _forecast(dataset: Dataset, launch: Launch, words: list[str]) -> tuple[list[
     cost = count(run.model)
     needs = process_cost(run)
     held, total = needs.held, _memory(flags.cpu)
-    each = "it takes" if ranks == 1 else f"each of {ranks} ranks takes"
+    each = "training needs" if ranks == 1 else f"each of {ranks} ranks needs"
     comments = [
         f"# {cost.parameters / 1e6:,.1f}M parameters, {cost.active_parameters / 1e6:,.1f}M of them active; "
-        f"{cost.flops_per_token / 1e6:,.0f}M FLOPs per token, forward",
-        f"# {each} {mebibytes(held.peak)}{f' of {mebibytes(total)}' if total else ''} at the peak: weights "
-        f"{mebibytes(held.weights)}, gradients {mebibytes(held.gradients)}, optimizer "
+        f"{cost.flops_per_token / 1e6:,.0f}M FLOPs per token in a forward pass",
+        f"# {each} {mebibytes(held.peak)} of memory{f' of {mebibytes(total)}' if total else ''} at the "
+        f"peak: weights {mebibytes(held.weights)}, gradients {mebibytes(held.gradients)}, optimizer "
         f"{mebibytes(held.optimizer)}, activations {mebibytes(held.activations)} for "
         f"{flags.max_tokens:,} tokens in sentences of {run.length} ({known})",
     ]
@@ -80,7 +80,7 @@ def _forecast(dataset: Dataset, launch: Launch, words: list[str]) -> tuple[list[
     if held.peak <= room:
         return comments, []
     device = "this machine's memory" if flags.cpu else "the GPU's memory"
-    takes = f"it takes {mebibytes(held.peak)}"
+    takes = f"it needs {mebibytes(held.peak)}"
     if fit < length:
         less = "a smaller model, --memory-efficient-bf16, or --expert-parallel on several GPUs"
         advice = f", whatever the batch; {less} needs less memory"

@@ -106,13 +106,13 @@ def claim(
             if saved != _read(file, begun=True):  # --force-resume ended before it saved
                 _write(file, saved)
             return _is_unfinished(saved, flags)
-        otherwise = "set RUN_DIR to another folder for a new run"
+        otherwise = "choose another --run-dir for a new run"
         if _difference(saved, own | {"flags": saved["flags"]}, data):  # in method or dictionaries
             end = ", which --force-resume is not for" * force
             raise UsageError(f"{folder} {difference}{end}: {otherwise}")
         if not force:
-            advice = f"repeat what it was started with, {otherwise}, or add --force-resume"
-            raise UsageError(f"{folder} {difference}: {advice} to continue this one")
+            advice = f"give the same flags, {otherwise}, or add --force-resume"
+            raise UsageError(f"{folder} {difference}: {advice} to continue with the new flags")
         if not _is_unfinished(saved, flags):
             return False
         warn(f"{folder} {difference}; --force-resume resumes it with the new flags")

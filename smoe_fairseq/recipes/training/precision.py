@@ -43,7 +43,7 @@ def precision_flags(
 def _choose(requested: str, launch: Launch, resumed: Flags | None) -> tuple[str, str]:
     if requested == "auto" and resumed and not any(flag in resumed for flag in OTHERS):
         before = next((name for name in ("bf16", "fp16") if f"--{name}" in resumed), "fp32")
-        return before, "as this run began; --precision chooses for a new run"
+        return before, "with which this run began; --precision is for new runs"
     if launch.cpu and requested in ("auto", "fp16"):
         instead = ", not fp16" * (requested == "fp16")
         return "fp32", f"the default on CPUs{instead}; --precision bf16 also works"

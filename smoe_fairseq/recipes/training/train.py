@@ -210,10 +210,10 @@ def _adapt_flags(
     if not launch.cpu:
         flags.setdefault("num-workers", GPU_WORKERS)
     if launch.cpu and launch.gpus:
-        each = "process computes" if launch.processes == 1 else "processes compute"
+        each = "rank computes" if launch.processes == 1 else "ranks compute"
         notes.append(f"# {launch.processes} {each} on the CPU")
     elif dry_run() and launch.launcher == "torchrun":
-        notes.append("# a machine without a GPU adds --cpu --distributed-backend gloo, less fp16")
+        notes.append("# on a machine without a GPU, --cpu --distributed-backend gloo replaces fp16")
     resumed = identity.flags_of(folder) if identity.is_saved(folder) else {}
     longest = longest_sentence(Folders(dataset.name).binary)
     longest = longest or flags.get("max-source-positions") or 1
