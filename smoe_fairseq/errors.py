@@ -43,6 +43,8 @@ _PROCESS_MESSAGES = {  # pattern of torch's message in a RuntimeError: our messa
     "one (MASTER_PORT, or torchrun --master-port), the same for all processes",
 }
 # hydra's and omegaconf's messages for an option without a value
+# fairseq raises these with a path alone.
+_REASONS = {FileNotFoundError: "No such file or directory", FileExistsError: "is there: delete it"}
 _MISSING = re.compile(r"(?:override \w+\.(?=\w+=null)|Missing mandatory value: )(\w+)")
 _FLAG_VALUE = re.compile(r"--([\w-]+) (?:\S+|'[^']*'): ")  # begins a sentence about a flag's value
 _MAX_LENGTH = 300  # characters of a word, and of another program's message
@@ -62,8 +64,8 @@ def one_line(error: BaseException) -> str | None:
         if error.errno in NO_ROOM:
             return f"{error.filename or _output()} cannot be written: {error.strerror}"
         return printable(f"{error.filename}: {error.strerror}")
-    if isinstance(error, FileNotFoundError) and not error.errno:  # fairseq's, such as of --user-dir
-        return printable(f"{message}: No such file or directory")
+    if (reason := _REASONS.get(type(error))) and not error.errno:
+        return printable(f"{message}: {reason}")
     if message and type(error).__name__ in ("Exception", "ProcessExitedException"):
         return printable(message)
     for pattern, sentence in _PROCESS_MESSAGES.items() if isinstance(error, RuntimeError) else ():

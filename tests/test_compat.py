@@ -125,7 +125,7 @@ def test_a_folder_that_holds_a_dictionary_is_named(raw_corpus, tmp_path):
     (tmp_path / "dict.src.txt").write_text("a 1\n")
     command = ("fairseq-preprocess", "-s", "src", "-t", "tgt", "--destdir", tmp_path)
     result = run(*command, "--trainpref", raw_corpus / "train", check=False)
-    refused(result, tmp_path / "dict.src.txt")
+    assert "Error:" not in refused(result, tmp_path / "dict.src.txt")
 
 
 def test_a_tpu_that_was_asked_for_is_not_taken_away():
