@@ -39,6 +39,7 @@ _PROCESS_MESSAGES = {  # pattern of torch's message in a RuntimeError: our messa
     "^DataLoader worker": "a process that loads data was killed, as for lack of memory; --num-workers 0 "
     "needs none",
     "(closed|reset) by peer|remote process exited": "another rank has ended: see its messages",
+    r"Unable to find address for: (\S+)": "GLOO_SOCKET_IFNAME {}: no interface of this machine",
     r"port: (\d+).*EADDRINUSE": "MASTER_PORT {} is in use by another program on this machine: choose another "
     "one (MASTER_PORT, or torchrun --master-port), the same for all processes",
 }

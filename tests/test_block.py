@@ -308,6 +308,8 @@ def test_a_mask_of_another_shape_or_type_is_named(mask):
     words = r"padding_mask is torch\.\w+ of shape .*: expected torch.bool of shape \(2, 3\)"
     with pytest.raises(ValueError, match=words):
         block(torch.randn(2, 3, 8), mask)
+    with pytest.raises(ValueError, match="tuple"):  # as a block of torch.nn.Sequential would get
+        block((torch.randn(2, 3, 8), None))
 
 
 def test_state_dict_has_the_contracts_names_and_shapes():

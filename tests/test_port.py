@@ -20,12 +20,17 @@ from smoe_fairseq.recipes.training.launcher import Launch
 from smoe_fairseq.training import launch
 
 
-def test_port_in_use_is_named(monkeypatch):
+@pytest.mark.parametrize("interface", [None, "nosuch0"])
+def test_port_in_use_and_interface_that_is_missing_are_named(monkeypatch, interface):
     import torch.distributed as dist
 
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = str(taken.getsockname()[1])
+        port = str(free_port() if interface else taken.getsockname()[1])
         given = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "RANK": "0", "WORLD_SIZE": "2"}
+        named = f"MASTER_PORT {port} is in use by another prog"
+        if interface:
+            given |= {"WORLD_SIZE": "1", "GLOO_SOCKET_IFNAME": interface}
+            named = f"GLOO_SOCKET_IFNAME {interface}"
         for name, value in given.items():
             monkeypatch.setitem(os.environ, name, value)
 
@@ -33,9 +38,7 @@ def test_port_in_use_is_named(monkeypatch):
             dist.init_process_group("gloo")
 
         monkeypatch.setattr(launch, "_original_main", [fairseqs])
-        with pytest.raises(
-            SystemExit, match=f"error: MASTER_PORT {port} is in use by another prog"
-        ):
+        with pytest.raises(SystemExit, match=f"error: {named}"):
             launch.distributed_main(0, None, None, {})
 
 

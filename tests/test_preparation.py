@@ -79,6 +79,15 @@ def prepared(raw, given, tmp_path_factory) -> Path:
     return folder
 
 
+def test_more_shards_than_lines_are_refused(tmp_path, given, prepared):
+    """A training would end as soon as it comes to an empty one."""
+    flags = ("--shards", "1000", "--longest", "50")
+    out = tmp_path / "text"
+    said = step(prepared, given, "encode", "spm.model", "raw", out, *flags, check=False)
+    refused(said, "shards", "raw/train.")
+    assert not out.exists()
+
+
 @pytest.mark.parametrize("shards", [soak("1"), "2"])
 def test_pieces_do_not_depend_on_the_processes(tmp_path, given, prepared, shards):
     flags = ("--shards", shards, "--longest", "50", "--workers", "3")

@@ -93,6 +93,7 @@ PROGRAMS = ("task", "generate", "sacrebleu")
         ("pairs: [en-no]\nraw: {codes: {no: nob}}\n", "raw.codes"),
         ("pairs: [en-no]\nraw: {codes: {'no': 5}}\n", "raw.codes.no"),
         ({"pairs": ["a-b"], "shards": "2"}, "shards"),
+        *(({"pairs": ["a-b"], "metrics": {x: "wc"}}, x) for x in ("bleu", "chrF++", "COMET")),
         ({"pairs": ["a-b"], "study": "moe"}, "study"),
         ({"pairs": ["a-b"], "statements": {"x": ["moe"]}}, "statements.x"),
         ({"pairs": ["a-b"], "methods": {"moe": 1}}, "methods.moe"),
@@ -122,7 +123,7 @@ PROGRAMS = ("task", "generate", "sacrebleu")
         ({"pairs": ["a-b"], "raw": {"messages": {}}}, "raw.messages.layout"),
         ({"pairs": ["a-b"], "raw": {"archives": [{"size": 1}]}}, "raw.archives[0].url"),
     ],
-    ids=range(63),
+    ids=range(66),
 )
 def test_what_a_file_may_not_hold(configs, content, words):
     path = configs(content)

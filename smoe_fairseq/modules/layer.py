@@ -164,13 +164,17 @@ class StratifiedMoE(nn.Module):
         positions first, full experts would drop the ends of the sentences.
 
         Raises:
-            ValueError: ``padding_mask`` has another shape or type.
+            ValueError: ``x`` is no tensor, or ``padding_mask`` has another shape or type.
             RuntimeError: within `torch.jit.trace`, or a transform of `torch.func` or `torch.vmap`.
 
         Returns:
             ``y`` that replaces ``x`` (residual included; padding is unchanged), and the statistics; None
             without ``with_stats``, unless ``gate_residual="layers"``.
         """
+        if not isinstance(x, Tensor):
+            raise ValueError(
+                f"x is a {type(x).__name__}: expected a tensor; a block returns a pair"
+            )
         if not torch.compiler.is_compiling():
             if torch.jit.is_tracing():
                 raise RuntimeError(

@@ -135,7 +135,12 @@ SCHEMA: dict[str, Any] = {
     ),
     "checkpoint": CHECKPOINT,
     "sacrebleu": {**_FLAGS, "width?": (None, _COUNT)},
-    "metrics": {re.compile(r"(?#a name of letters, digits, + and -)[\w+-]+"): str},
+    "metrics": {
+        re.compile(
+            r"(?#a name of letters, digits, + and - that sacreBLEU and COMET have not)"
+            r"(?i:(?!(?:(?:sp)?bleu|chrf(?:\+\+)?|ter|comet)$))[\w+-]+"
+        ): str
+    },
     "study": [str],
     "methods": {str: _TRAINING_FLAGS},
     "margins": Settings({name: Number(0) for name in ("loss", "chrF++", "BLEU")}),

@@ -235,6 +235,11 @@ def encode(
     """
     loaded = read_subwords(model)
     files = sorted(raw.glob("*.*-*.*"))
+    for file in filter(_is_training, files):
+        with open(file, "rb") as lines:
+            if (least := sum(1 for _ in itertools.islice(lines, shards))) < shards:
+                few = f"`shards: {shards}`, and {file} has {least} lines"
+                raise UsageError(f"{few}: expected at least one line in each shard")
     with whole_folder(output, replace=True) as partial:
         folders = [partial / name for name in shard_names(shards)]
         for folder in folders:
