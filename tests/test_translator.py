@@ -174,11 +174,11 @@ def test_directions(model):
             model.translate(["1 2 is a number"], **words)
         assert sentence in str(ended.value) and "\n" not in str(ended.value)
     assert model.translate(["1 2"], source_lang="fr", **SEARCH)  # to English alone
-    assert model.translate(["1 2"], source_lang="fr", target_lang="de", **SEARCH)  # never seen
-    names = {"source_lang": "fra_Latn", "target_lang": "German"}
-    assert model.translate(["1 2"], **names, **SEARCH) == model.translate(
-        ["1 2"], source_lang="fr", target_lang="de", **SEARCH
+    one, other = (  # never seen
+        model.translate(["1 2"], source_lang=source, target_lang=target, **SEARCH)
+        for source, target in (("fr", "de"), ("fra_Latn", "German"))
     )
+    assert one == other != [""]
 
 
 def test_another_direction_than_that_of_a_bilingual_model(two_updates):
@@ -188,16 +188,11 @@ def test_another_direction_than_that_of_a_bilingual_model(two_updates):
 
 
 def test_codes_of_languages_may_have_hyphens(two_updates, hyphens):
-    direction = {"source_lang": "en", "target_lang": "zh-CN"}
+    direction = {"source_lang": "English", "target_lang": "zh_CN"}
     expected = SMoETransformerModel.from_pretrained(two_updates).translate(["ax by"])
     model = SMoETransformerModel.from_pretrained(hyphens, **direction)
-    for name in ("zh-CN", "Chinese"):
+    for name in (None, "zh-CN", "Chinese"):
         assert model.translate(["ax by"], target_lang=name) == expected
-    assert model.translate(["ax by"]) == expected
-    direction = {"source_lang": "English", "target_lang": "zho_Hans"}
-    assert (
-        SMoETransformerModel.from_pretrained(hyphens, **direction).translate(["ax by"]) == expected
-    )
     with pytest.raises(UsageError, match="no such direction; expected one of en-zh-CN"):
         model.translate(["ax by"], target_lang="CN")
 

@@ -50,7 +50,7 @@ def _show(dataset: Dataset, method: str) -> None:
     blocks = moe_blocks(model)
     for layer, capacity in requested.items():
         print(f"  {layer:20}{capacity:.2f} of {len(blocks[layer].strata)} strata")
-    print(f"\n{markdown(side_by_side(dataset))}")
+    print(f"\nBLEU on the test set:\n\n{markdown(side_by_side(dataset))}")
     if blocks:
         print("\nWhere the capacity goes, by language, token and depth:", flush=True)
         report = folder / "report"

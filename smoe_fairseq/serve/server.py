@@ -126,10 +126,8 @@ class IdleTimeoutProtocol(H11Protocol):
 
 
 class Server(uvicorn.Server):
-    """Informs the application at the start of a shutdown; uvicorn does so after all answers.
-
-    Args:
-        ready: what to print when it answers.
+    """Prints that it is ``ready``, and informs the application at the start of a shutdown, as uvicorn does
+    after all answers.
     """
 
     def __init__(self, config: uvicorn.Config, web: WebApp, ready: str):

@@ -34,17 +34,14 @@ def check_languages(run, task, given: Mapping[str, str], data: str) -> dict[str,
 
     Raises UsageError if it has another direction, or ``data`` no dictionary of a language.
     """
-    folder, found = Path(split_paths(data)[0]), {}
-    languages = sorted(file.name[len("dict.") : -len(".txt")] for file in folder.glob("dict.*.txt"))
+    files, found = Path(split_paths(data)[0]).glob("dict.*.txt"), {}
+    languages = sorted(file.name[len("dict.") : -len(".txt")] for file in files)
     for name, lang in given.items():
         trained = getattr(task, name, None)
-        known = [trained] if trained else languages
-        if len(names := _meant(lang, known)) != 1:
-            reason = ", since it was trained for one direction" * bool(trained)
-            expected = ", ".join(names or known)
-            raise UsageError(f"{run}: {name}={lang!r}: expected {expected}{reason}")
-        if names[0] not in languages:
-            raise UsageError(f"{name}={lang!r}: {folder}/dict.{names[0]}.txt is missing")
+        names = _meant(lang, [trained] if trained else languages)
+        if len(names) != 1 or names[0] not in languages:
+            expected = trained or ", ".join(names or languages)
+            raise UsageError(f"{run}: {name}={lang!r}: expected {expected}, with its dict.*.txt")
         found[name] = names[0]
     return found
 

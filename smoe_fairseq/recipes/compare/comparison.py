@@ -90,7 +90,7 @@ def comparison(dataset: Dataset, first: str, second: str, metric: str = scores.B
             how = "endless or cut short, so that the difference says little"
             notes.append(f"{run}: the translations of {', '.join(odd)} seem {how}")
         notes += [*outdated_notes(dataset, run), *scores.search_notes(dataset, run)]
-    return Grid(header, rows, notes, title=f"{metric} on the test set:")
+    return Grid(header, rows, notes)
 
 
 def _common_directions(dataset: Dataset, systems: Mapping[str, "_System"]) -> list[str]:

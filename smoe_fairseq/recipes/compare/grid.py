@@ -18,7 +18,6 @@ class Grid:
     rows: list[list[str]]
     notes: list[str] = field(default_factory=list)
     texts: int = 1
-    title: str = ""
 
 
 def number(value: float | None, digits: int = 2, sign: bool = False) -> str:
@@ -29,9 +28,8 @@ def number(value: float | None, digits: int = 2, sign: bool = False) -> str:
 
 
 def markdown(grid: Grid) -> str:
-    """The title, the table, and the notes below it."""
-    title = [grid.title, ""] if grid.title else []
-    return "\n".join([*title, _table(grid, "pipe"), "", *grid.notes])
+    """The table and the notes below it."""
+    return "\n".join([_table(grid, "pipe"), "", *grid.notes])
 
 
 def as_csv(grid: Grid) -> str:
@@ -42,9 +40,9 @@ def as_csv(grid: Grid) -> str:
 
 
 def latex(grid: Grid) -> str:
-    """A tabular without packages, with title and notes as comments before it."""
+    """A tabular without packages, with the notes as comments before it."""
     rows = [["--" if word == MISSING else word for word in row] for row in grid.rows]
-    comments = [f"% {line}" for line in filter(None, [grid.title, *grid.notes])]
+    comments = [f"% {note}" for note in grid.notes]
     return "\n".join([*comments, _table(replace(grid, rows=rows), "latex")])
 
 

@@ -110,6 +110,8 @@ def print_table(dataset: Dataset, format: str, metric: str, compare: Sequence[st
         grid = comparison(dataset, *compare, metric)
     else:
         grid = side_by_side(dataset, metric)
+    if format == "markdown":
+        print(f"{metric} on the test set:\n")
     print(FORMATS[format](grid))
     if format == "csv":
         print("\n".join(grid.notes), file=sys.stderr)
@@ -174,13 +176,7 @@ def side_by_side(dataset: Dataset, metric: str = scores.BLEU) -> Grid:
         notes.append(f"{path} is missing: run scripts/prepare.sh {dataset.name} for the classes")
     texts = ["method", *(["source"] if paper else [])]
     costs = ["parameters (M)", "FLOPs/token (M)"]
-    return Grid(
-        [*texts, *costs, *(c.name for c in parts)],
-        rows,
-        notes,
-        len(texts),
-        f"{metric} on the test set:",
-    )
+    return Grid([*texts, *costs, *(c.name for c in parts)], rows, notes, texts=len(texts))
 
 
 def average(result: Scores, column: Column, metric: str = scores.BLEU) -> float | None:

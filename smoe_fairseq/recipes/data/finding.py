@@ -185,14 +185,11 @@ class _Place:
 
     def middles(self, before: str, after: str) -> tuple[str, ...]:
         """What the names of files have between these ends, without the ending of a compression."""
-        names = {_plain_name(path) for path in self.source.glob("*")}
+        files = self.source.glob("*")
+        names = {file.stem if file.suffix in COMPRESSED else file.name for file in files}
         ends = len(before) + len(after)
         between = (n for n in names if n.startswith(before) and n.endswith(after) and len(n) > ends)
         return tuple(sorted(name[len(before) : len(name) - len(after)] for name in between))
-
-
-def _plain_name(path: Path) -> str:
-    return path.stem if path.suffix in COMPRESSED else path.name
 
 
 def _published(dataset: Dataset, source: Path, split: str, pair: str, language: str) -> Path | None:

@@ -76,7 +76,6 @@ def gather_messages(dataset: Dataset, source: Path, target: Path) -> None:
     for pair in dataset.pairs:
         counts = ", ".join(f"{kept.get((s, pair), Counter())['kept']:,} {s}" for s in SPLITS)
         print(f"{final(target)}: {pair}: {counts}", flush=True)
-    print(f"{final(target)}: {_describe_counts(by_language)}", flush=True)
 
 
 def read_pairs(dataset: Dataset, archive: Path) -> dict[str, Pairs]:
@@ -190,14 +189,6 @@ def _unique(files: dict[str, list[tuple[str, str]]], words: int) -> Pairs:
             if count >= words and translation and translation != english:
                 pairs.setdefault(english, translation)
     return pairs
-
-
-def _describe_counts(by_language: dict[str, Pairs]) -> str:
-    """The numbers of pairs, and of texts in several languages, in words."""
-    counts = Counter(english for pairs in by_language.values() for english in pairs)
-    several, all_ = (sum(n >= least for n in counts.values()) for least in (2, len(by_language)))
-    shared = f"{several:,} are in two languages or more and {all_:,} in all"
-    return f"{counts.total():,} pairs of {len(counts):,} English texts, of which {shared}"
 
 
 def _listed(names: set[str]) -> str:

@@ -211,7 +211,7 @@ def _translate(evaluation: Evaluation) -> None:
     locks.lock_folder(evaluation.folder, locks.EVALUATION)
     scored = evaluation.resume()
     for direction, score in scored.items():
-        _print_score(direction, score, "scored before")
+        print(f"# {direction}: {score} (scored before)", flush=True)
     left = [direction for direction in evaluation.directions if direction not in scored]
     if left:
         _check_model(evaluation)
@@ -231,7 +231,8 @@ def _translate(evaluation: Evaluation) -> None:
                 scored[direction] = _score(evaluation, direction)
                 evaluation.save(scored, evaluation.partial)
                 with tqdm.external_write_mode(sys.stdout):
-                    _print_score(direction, scored[direction], f"{len(scored)} of {count}")
+                    done = f"({len(scored)} of {count})"
+                    print(f"# {direction}: {scored[direction]} {done}", flush=True)
     if odd := ", ".join(direction for direction, score in scored.items() if score.has_odd_length):
         warn(
             f"the translations of {odd} are much longer or shorter than the references (0.8 to 1.2 times as "
@@ -273,7 +274,3 @@ def _score(evaluation: Evaluation, direction: str) -> scores.Score:
         file.unlink()
     evaluation.add_scores(evaluation.partial, direction)
     return evaluation.score(evaluation.partial, direction)
-
-
-def _print_score(direction: str, score: scores.Score, count: str) -> None:
-    print(f"# {direction}: {score} ({count})", flush=True)
