@@ -4,14 +4,19 @@ TRITON_INTERPRET=1 python tests/interpreted.py CASE ...     # prints what is wro
 """
 
 import json
+import os
 import sys
 
 import numpy as np
 import torch
+from ranks import free_port
+from test_expert_parallel_hangs import pass_through_block
+from torch.multiprocessing import start_processes
 
 from smoe_fairseq.modules import StratifiedMoE, fused
 
 OWN = "fused-triton"  # products by our own kernels
+GROUPED = {"execution": "grouped", "width": 39, "inner": 150}  # sizes that torch's product refuses
 CASES = {
     "one expert of five": ("5", {"top_k": 1, "capacity_factor": 0.0}),
     "two experts": ("5", {"capacity_factor": 0.0}),
@@ -27,17 +32,11 @@ CASES = {
     "our products": ("2-3", {"execution": OWN, "activation_dropout": 0.2}),
     "our products of any width": ("2-3", {"execution": OWN, "width": 39, "inner": 150}),
     "dropout of the layer": ("2-3", {"dropout": 0.3, "dropout_per": "layer"}),
-    "thresholds": ("2-3", {"execution": "grouped", "gate": "threshold", "capacity_factor": 0.0}),
-    "expert choice": (
-        "5",
-        {"execution": "grouped", "gate": "expert-choice", "capacity_factor": 2.0},
-    ),
-    "top-p": ("2-3", {"execution": "grouped", "gate": "top-p"}),
-    "gated experts": (
-        "2-3",
-        {"execution": "grouped", "activation_fn": "swiglu", "width": 39, "inner": 150},
-    ),
-    "shared experts": ("5", {"execution": "grouped", "shared_experts": 1, "capacity_factor": 0.7}),
+    "thresholds": ("2-3", {**GROUPED, "gate": "threshold", "capacity_factor": 0.0}),
+    "expert choice": ("5", {**GROUPED, "gate": "expert-choice", "capacity_factor": 2.0}),
+    "top-p": ("2-3", {**GROUPED, "gate": "top-p"}),
+    "gated experts": ("2-3", {**GROUPED, "activation_fn": "swiglu"}),
+    "shared experts": ("5", {**GROUPED, "shared_experts": 1, "capacity_factor": 0.7}),
 }
 NOISY = {
     "drawn experts": ("2-3", {"second_expert_policy": "sampling"}),
@@ -91,7 +90,6 @@ def compare(name: str) -> list[str]:
             block.gates[0].weight.copy_(torch.tensor([[9.0], [-9], [-9], [-9], [0]]))
     block.train(name != "evaluation")
     how = options.get("execution", "fused")
-    assert how == "grouped" or fused.one_launch(block, batch()[0]) == (how != OWN)
     # Dropout depends on the kernels' random numbers, which are the same with both products.
     other = "fused" if "activation_dropout" in options else "per-expert"
     want = passed(block, other)
@@ -147,13 +145,13 @@ LOST = ["a token of NaN", "choices of nothing", "rows of another count"]
 
 def lost(name: str) -> list[str]:
     """Whether kernels stay within their tensors for choices that no gate makes, and spoil no other token."""
-    found, launch = set(), fused.Launcher.__call__
+    found, start = set(), fused.Launcher.start
     block, (x, mask) = make_block("2-3", capacity_factor=0.0, execution=OWN), batch()
     want = block(x, mask)[0]
 
-    def within(launcher, kernel, grid, arguments, *options, **others):
+    def within(launcher, kernel, grid, named, **options):
         ends = sorted(
-            (t.data_ptr(), t.data_ptr() + t.nbytes) for t in arguments if torch.is_tensor(t)
+            (t.data_ptr(), t.data_ptr() + t.nbytes) for t in named.values() if torch.is_tensor(t)
         )
         starts, ends = np.array(ends, dtype=np.uint64).T
         ends = np.maximum.accumulate(ends)
@@ -166,15 +164,14 @@ def lost(name: str) -> list[str]:
                 raise IndexError(kernel.__name__)
 
         bounds.check = check
-        launch(launcher, kernel, grid, arguments, *options, **others)
-        names = dict(zip(kernel.arg_names, arguments))
+        start(launcher, kernel, grid, named, **options)
         if kernel.__name__ == "route" and name == LOST[1]:
-            choices = names["choices"].view(2, -1)[:, 28:34]  # of three tokens
+            choices = named["choices"].view(2, -1)[:, 28:34]  # of three tokens
             choices.copy_(torch.tensor([5, 15, -7, 1 << 30, -(1 << 31), 9]))
         if kernel.__name__ == "scan" and name == LOST[2]:
-            names["counts"].fill_(50)  # of 60
+            named["counts"].fill_(50)  # of 60
 
-    fused.Launcher.__call__ = within
+    fused.Launcher.start = within
     fused._allocate = lambda dtype, device, *sizes: [torch.empty(n, dtype=dtype) for n in sizes]
     if name == LOST[0]:
         x[0, 3] = torch.nan
@@ -248,6 +245,33 @@ def slope(name: str) -> list[str]:
     return wrong
 
 
+# Strata and tokens of each rank, over which the experts are sharded.
+SHARDED = {
+    "two ranks": ("2-2-2-2", [13, 20]),
+    "four ranks": ("2-0-3-3", [13, 20, 1, 7]),
+    "a rank without tokens": ("4-4", [13, 0]),  # by the general forward
+    "replicas": ("2", [13, 7, 5, 20]),
+}
+
+
+def sharded(name: str) -> list[str]:
+    """Whether sharded experts compute what replicated ones do, in as many launches of kernels."""
+    start_processes(
+        on_rank, (free_port(), *SHARDED[name]), len(SHARDED[name][1]), start_method="fork"
+    )
+    return []
+
+
+def on_rank(rank: int, port: int, strata: str, tokens: list[int]) -> None:
+    address = {"MASTER_ADDR": "localhost", "MASTER_PORT": port, "RANK": rank}
+    for key, value in {**address, "WORLD_SIZE": len(tokens)}.items():
+        os.environ[key] = str(value)
+    calls, start = [], fused.Launcher.start
+    fused.Launcher.start = lambda *args, **named: calls.append(1) or start(*args, **named)
+    pass_through_block(strata, tokens, [False] * len(tokens), False, ["fused"], torch.float32)
+    assert len(calls) == (14 * len(strata.split("-")) if tokens[rank] else 0)
+
+
 def main(words: list[str]) -> None:
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)  # fills new tensors with NaN
@@ -256,6 +280,7 @@ def main(words: list[str]) -> None:
     for name in words:
         check = compare if name in CASES else slope if name in NOISY else others
         check = rounded if name == ROUNDED else lost if name in LOST else check
+        check = sharded if name in SHARDED else check
         print(json.dumps({name: check(name)}), flush=True)
 
 

@@ -9,7 +9,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.checkpoint import checkpoint
 
 from smoe_fairseq.modules import StratifiedMoE, torch_features
-from smoe_fairseq.modules.grouped import can_group
+from smoe_fairseq.modules.products import can_group
 
 T, D, F = 18, 8, 6
 STRATA = ["8", "4-4", "4-12", "2-2-2-2", "1-1-1"]

@@ -9,7 +9,7 @@ from torch import nn
 from torch._dynamo.testing import CompileCounter
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from smoe_fairseq.modules import StratifiedMoE, grouped, torch_features
+from smoe_fairseq.modules import StratifiedMoE, products, torch_features
 
 T, D, F, K = 96, 16, 64, 2
 STRATA = ["8", "4-4", "2-2-2-2"]
@@ -106,7 +106,7 @@ def test_weights_get_one_gradient_each_and_no_copies_of_it(strata):
 def test_token_sized_tensors(strata, execution):
     """A stratum makes few tensors as large as its routed copies, and none of size T x E x C."""
     block = make_block(strata)
-    if execution == "grouped" and not grouped.can_group(block.experts.w1):
+    if execution == "grouped" and not products.can_group(block.experts.w1):
         pytest.skip("this torch has no grouped product")
     block.execution = execution
     forward, backward, routed = run_block(block, torch.randn(T, D, requires_grad=True))
@@ -231,8 +231,9 @@ def test_compiles_without_graph_breaks(strata, dtype, tolerance, monkeypatch):
     ``tolerance`` is a share of a tensor's largest number: gradients can be small sums of large numbers.
     """
     calls = []
-    gradient = grouped.grouped_outer
-    monkeypatch.setattr(grouped, "grouped_outer", lambda *a: calls.append(1) or gradient(*a))
+    gradient = products.TorchProducts.outer
+    counted = lambda *args: calls.append(1) or gradient(*args)  # noqa: E731
+    monkeypatch.setattr(products.TorchProducts, "outer", counted)
     block = make_block(strata).to(dtype)
     block.execution = "grouped"  # which tracing asks for by itself
     x = torch.randn(T, D, dtype=dtype)

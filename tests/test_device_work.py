@@ -9,8 +9,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
 from smoe_fairseq.criterions.metrics import on_host
-from smoe_fairseq.modules import StratifiedMoE, experts, grouped, products
-from smoe_fairseq.modules.experts import best_execution, cast_once
+from smoe_fairseq.modules import StratifiedMoE, products, torch_features
+from smoe_fairseq.modules.experts import cast_once, why_per_expert
 from smoe_fairseq.modules.per_expert import PerExpert
 
 T, D = 96, 16
@@ -168,17 +168,16 @@ def test_one_sort_per_stratum_and_no_atomics(strata, capacity_factor, execution)
 @pytest.mark.parametrize("strata", STRATA)
 def test_experts_without_rows_get_a_gradient_of_exactly_zero(strata, monkeypatch):
     """Whatever a kernel leaves there."""
-    from smoe_fairseq.modules import grouped
+    product = torch_features.grouped_mm
 
-    product = grouped._product
-
-    def leaves_garbage(x, w, ends_E):
-        result = product(x, w, ends_E)
+    def leaves_garbage(x, w, offs):
+        result = product(x, w, offs=offs)
         if w.dim() == 2:
-            result[ends_E.diff(prepend=ends_E.new_zeros(1)) == 0] = float("nan")
+            result[offs.diff(prepend=offs.new_zeros(1)) == 0] = float("nan")
         return result
 
-    monkeypatch.setattr(grouped, "_product", leaves_garbage)
+    if product:
+        monkeypatch.setattr(torch_features, "grouped_mm", leaves_garbage)
     x = torch.randn(2, D)
     gradients = {}
     for execution in ("per-expert", "grouped"):
@@ -209,29 +208,27 @@ def test_execution_by_what_the_device_can_do(
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(torch.version, "cuda", "12.8")
     monkeypatch.setattr(products, "kernels", lambda: products if has_triton else None)
-    monkeypatch.setattr(experts, "tile_of", lambda *_: 64)
+    monkeypatch.setattr(products, "tile_of", lambda *_: 64)
     if expected == "ours":
         expected = "grouped" if has_triton else "per-expert"
-    device = torch.device(f"cuda:{capability[0]}")
     weight = torch.empty(4, 16, 16, dtype=getattr(torch, dtype))
+    monkeypatch.setattr(torch.Tensor, "device", torch.device(f"cuda:{capability[0]}"))
     with caplog.at_level("INFO"):
-        assert best_execution(device, weight) == expected
-        assert best_execution(device, weight) == expected
+        for _ in range(2):
+            assert ("per-expert" if why_per_expert(weight) else "grouped") == expected
     assert sum(dtype in record.message for record in caplog.records) <= 1  # once in a process
 
 
 def test_our_products_are_taken_wherever_torch_has_no_single_kernel(monkeypatch):
     """On compute capability 9, too, where a row is no multiple of 16 bytes."""
-    monkeypatch.setattr(grouped, "one_kernel", lambda *_: True)
-    monkeypatch.setattr(grouped, "tile_of", lambda *_: 64)
-    ours = []
-    for name in ("multiply", "outer"):
-        monkeypatch.setattr(grouped, name, lambda *_, name=name, **__: ours.append(name))
-    ends = torch.tensor([2, 3], dtype=torch.int32)
-    x, y = (torch.ones(3, 12, dtype=torch.bfloat16) for _ in range(2))
-    grouped.grouped_mm(x, torch.ones(2, 12, 12, dtype=torch.bfloat16), ends)
-    grouped.grouped_outer(y, x, ends)
-    assert ours == ["multiply", "outer"]
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.version, "cuda", "12.8")
+    monkeypatch.setattr(products, "tile_of", lambda *_: 64)
+    odd, even = (torch.ones(2, n, n, dtype=torch.bfloat16) for n in (12, 16))
+    monkeypatch.setattr(torch.Tensor, "device", torch.device("cuda"))
+    has_one = products.can_group(even)
+    assert type(products.products_of(odd)) is products.TritonProducts
+    assert isinstance(products.products_of(even), products.TritonProducts) != has_one
 
 
 def casts(operations, experts) -> int:

@@ -14,37 +14,37 @@ from test_expert_parallel import averages, flags
 
 from smoe_fairseq.modules import StratifiedMoE
 
+EXECUTIONS = "grouped", "per-expert", "per-expert"  # nothing is left over of the pass before
 
-def pass_through_block(strata: str, tokens: list[int], padding: list[bool], cmr: bool = False):
+
+def pass_through_block(strata, tokens, padding, cmr=False, ways=EXECUTIONS, dtype=torch.float64):
     """On every rank: forward and backward of a sharded block, beside one with all experts.
 
     Rank r has ``tokens[r]`` tokens, all of them padding where ``padding[r]``.
     """
+    close = (
+        {"rtol": 1e-12, "atol": 1e-12} if dtype == torch.float64 else {"rtol": 1e-4, "atol": 1e-4}
+    )
     dist.init_process_group("gloo")
     rank, world_size = dist.get_rank(), dist.get_world_size()
     options = dict(capacity_factor=0, second_expert_policy="all", strata=strata, cmr=cmr)
     torch.manual_seed(1)
-    sharded = StratifiedMoE(16, 24, **options, expert_parallel=True).double()
+    sharded = StratifiedMoE(16, 24, **options, expert_parallel=True).to(dtype)
     torch.manual_seed(1)
-    whole = StratifiedMoE(16, 24, **options).double()
+    whole = StratifiedMoE(16, 24, **options, execution="per-expert").to(dtype)
 
-    inputs = [torch.randn(t, 16, dtype=torch.float64, requires_grad=True) for t in tokens]
+    inputs = [torch.randn(t, 16, dtype=dtype, requires_grad=True) for t in tokens]
     masks = [torch.full((t,), pads) for t, pads in zip(tokens, padding, strict=True)]
     outputs = [whole(x, mask)[0] for x, mask in zip(inputs, masks, strict=True)]
     sum(y.square().sum() for y in outputs).backward()
     x = inputs[rank].detach().requires_grad_()
-    for execution in (
-        "grouped",
-        "per-expert",
-        "per-expert",
-    ):  # nothing is left over of the pass before
-        sharded.execution = execution
+    for sharded.execution in ways:
         x.grad = None
         sharded.zero_grad()
         y, stats = sharded(x, masks[rank])
         y.square().sum().backward()
-    torch.testing.assert_close(y, outputs[rank], rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(x.grad, inputs[rank].grad, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(y, outputs[rank], **close)
+    torch.testing.assert_close(x.grad, inputs[rank].grad, **close)
     local = sharded.experts.placement.local
     for ours, all_experts in zip(
         sharded.experts.parameters(), whole.experts.parameters(), strict=True
@@ -55,7 +55,7 @@ def pass_through_block(strata: str, tokens: list[int], padding: list[bool], cmr:
             dist.all_gather(everyones, ours)
             ours = sum(everyones[rank % whole.strata.num_experts :: whole.strata.num_experts])
         wanted = all_experts.grad[local.start : local.stop]
-        torch.testing.assert_close(ours * world_size, wanted, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(ours * world_size, wanted, **close)
     dist.barrier()
 
 

@@ -20,10 +20,10 @@ import interpreted  # noqa: E402
 from sampling import soak  # noqa: E402
 
 from benchmarks.gpu import resources  # noqa: E402
-from smoe_fairseq.modules import StratifiedMoE, fused  # noqa: E402
+from smoe_fairseq.modules import StratifiedMoE, fused, kernels, products  # noqa: E402
 
 GROUPS = [interpreted.CASES, interpreted.NOISY, interpreted.OTHERS, [interpreted.ROUNDED]]
-GROUPS += [[name] for name in interpreted.LOST]
+GROUPS += [[name] for name in interpreted.LOST] + [interpreted.SHARDED]
 
 
 @pytest.mark.parametrize("names", GROUPS)
@@ -42,15 +42,16 @@ class Kernels:
         self.columns, self.seen = columns, []
 
     def __getattr__(self, name):
-        def warmup(*arguments, grid, **options):
+        def warmup(grid, num_warps, **named):
             self.seen.append(name)
-            return SimpleNamespace(n_spills=0, _init_handles=partial(self.load, name, arguments))
+            return SimpleNamespace(n_spills=0, _init_handles=partial(self.load, name, named))
 
-        return SimpleNamespace(__name__=name, warmup=warmup)
+        names = getattr(kernels, name).arg_names
+        return SimpleNamespace(__name__=name, warmup=warmup, arg_names=names)
 
-    def load(self, name, arguments):
-        if name == "route" and arguments[-4] > self.columns:
-            raise triton.OutOfResources(arguments[-4], self.columns, "shared memory")
+    def load(self, name, named):
+        if name == "route" and named["GATE_D"] > self.columns:
+            raise triton.OutOfResources(named["GATE_D"], self.columns, "shared memory")
         if self.columns < 0:
             raise RuntimeError("no C compiler")
 
@@ -97,7 +98,8 @@ def test_auto_takes_the_kernels_on_all_gpus_that_triton_supports(capability, dty
     assert fused.applies(block, x) == (capability != (7, 0))
     monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: "highest")
     assert fused.applies(block, x) == (capability != (7, 0) and dtype != torch.float32)
-    assert fused.one_launch(block, x) == (capability == (9, 0) and dtype == torch.bfloat16)
+    is_one = products.torch_has_one(block.experts.w1, dtype)
+    assert is_one == (capability == (9, 0) and dtype == torch.bfloat16)
 
 
 def test_kernels_are_launched_on_the_tokens_device(monkeypatch):

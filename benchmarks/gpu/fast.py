@@ -19,7 +19,7 @@ from benchmarks.layers import Case, Ours, block_step, make_block, routed_tokens
 from benchmarks.peers import PEERS, Peer, agreement
 from benchmarks.timing import in_turns, ratio
 from smoe_fairseq.modules.experts import EXECUTIONS
-from smoe_fairseq.modules.products import launch, multiply, outer, tile_of
+from smoe_fairseq.modules.products import TritonProducts, tile_of
 
 STRATA = (1, 2, 4)
 # Events of the profiler in which the host waits for the device.
@@ -103,17 +103,13 @@ class OurProducts(GroupedProducts):
     """The same products by our kernels, on weights ``(E, D, F)`` and ``(E, F, D)``."""
 
     def step(self) -> list[Tensor]:
-        tile = tile_of(self.w1.device, self.w1.dtype)
-        gradients = []
+        ours, gradients = TritonProducts(tile_of(self.w1.device, self.w1.dtype)), []
         for x_ND, ends_E in zip(self.rows, self.ends, strict=True):
-            h_NF = multiply(launch, tile, x_ND, self.w1, ends_E, back=True).relu_()
-            y_ND = multiply(launch, tile, h_NF, self.w2, ends_E, back=True).fill_(1)
-            h_grad_NF = multiply(launch, tile, y_ND, self.w2, ends_E) * (h_NF > 0)
-            gradients += [
-                outer(launch, tile, h_NF, y_ND, ends_E),
-                outer(launch, tile, x_ND, h_grad_NF, ends_E),
-            ]
-            gradients.append(multiply(launch, tile, h_grad_NF, self.w1, ends_E))
+            h_NF = ours.multiply(x_ND, self.w1, ends_E, back=True).relu_()
+            y_ND = ours.multiply(h_NF, self.w2, ends_E, back=True).fill_(1)
+            h_grad_NF = ours.multiply(y_ND, self.w2, ends_E) * (h_NF > 0)
+            gradients += [ours.outer(h_NF, y_ND, ends_E), ours.outer(x_ND, h_grad_NF, ends_E)]
+            gradients.append(ours.multiply(h_grad_NF, self.w1, ends_E))
         return gradients
 
 

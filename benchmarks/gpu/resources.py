@@ -33,10 +33,10 @@ def launches(
     """Each kernel of a training pass, with its arguments; products by our own kernels and by torch."""
     found = {}
 
-    def note(kernel, grid, arguments, constants, **settings):
+    def note(kernel, grid, values, **settings):
         name = kernel.__name__
-        key = name, constants if name == "multiply" else ()
-        found[key] = kernel, (*arguments, *constants), settings
+        kind = ("INPUTS", "OUTPUTS", "BACK", "END") if name == "multiply" else ("BIAS",)
+        found[name, *map(values.get, kind)] = kernel, values.values(), settings
 
     dtype = half if kind == "half" else torch.float32
     autocast = mock.patch.object(
@@ -85,7 +85,7 @@ def measure(capability: int, strata: str, kind: str) -> str:
     tried = []
     for shrink in fused.SHRINKS:
         found = []
-        for (name, _), launch in launches(strata, half, kind, shrink).items():
+        for (name, *_), launch in launches(strata, half, kind, shrink).items():
             found.append((compiled(*launch, capability), name))
             if found[-1][0].shared > 1024 * SHARED[capability]:
                 break

@@ -85,13 +85,13 @@ class Hidden:
     def recompute(self, h_NF: Tensor, kept_NF: Tensor | None = None) -> tuple[Tensor, Callable]:
         """Returns ``a`` and a function for its backward pass.
 
-        The function takes the gradient of ``a``, which it overwrites, and row weights ``(N, 1)`` (None: 1).
+        The function takes the gradient of ``a``, which it overwrites, and row weights ``(N, 1)``.
         It returns the gradient of ``h``, then the gradients of the `parameters`, weighted by row.
         """
         scale = 1 / (1 - self.dropout) if self.dropout < 1 else 0.0
         if self.is_relu:
 
-            def relu_backward(grad_NF: Tensor, weight_N1: Tensor | None) -> list[Tensor]:
+            def relu_backward(grad_NF: Tensor, weight_N1: Tensor) -> list[Tensor]:
                 torch.ops.aten.threshold_backward.grad_input(grad_NF, h_NF, 0, grad_input=grad_NF)
                 return [grad_NF.mul_(scale) if self.dropout else grad_NF]
 
@@ -101,14 +101,13 @@ class Hidden:
             plain_NF = self.function(leaf_NF.clone() if self.is_inplace else leaf_NF)
         a_NF = plain_NF.detach()
 
-        def backward(grad_NF: Tensor, weight_N1: Tensor | None) -> list[Tensor]:
+        def backward(grad_NF: Tensor, weight_N1: Tensor) -> list[Tensor]:
             if kept_NF is not None:
                 grad_NF = grad_NF.mul_(kept_NF).mul_(scale)
             parameters = self.parameters
             grads = torch.autograd.grad(plain_NF, leaf_NF, grad_NF, retain_graph=bool(parameters))
             if parameters:
-                grad_NF = grad_NF if weight_N1 is None else grad_NF.mul_(weight_N1)
-                grads += torch.autograd.grad(plain_NF, parameters, grad_NF)
+                grads += torch.autograd.grad(plain_NF, parameters, grad_NF.mul_(weight_N1))
             return list(grads)
 
         return a_NF if kept_NF is None else a_NF * kept_NF * scale, backward

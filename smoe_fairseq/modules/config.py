@@ -24,7 +24,8 @@ from smoe_fairseq.modules.strata import OptionError, Strata
 # decoding on a CPU. An option's other values than its default are computed only by those that it names.
 TRAINING, EVALUATION, INFERENCE = "fused, training", "fused, evaluation", "inference"
 ALL = frozenset({TRAINING, EVALUATION, INFERENCE})
-GATE = ("gate",)  # of options that only some gates read: those that name it in `Gate.options`
+# Options that only some gates read; a gate of a plugin may read some of them, too.
+OF_GATES = frozenset().union(*(kind.options | kind.decoder_options for kind in GATES.values()))
 FREE_EXPERTS = ("null_experts", "copy_experts", "constant_experts")
 FIRST_RESIDUAL = {"strata": 1, "layers": 0}  # the first gate with a gate_residual of this kind
 
@@ -76,13 +77,17 @@ def option(
         flag: the model's option that sets it; None: ``moe_`` and its name; empty: no such option.
         choices: the valid values; empty: any.
         alias: a second flag.
-        needs: another option, followed by its values for which this option has an effect; or `GATE`.
+        needs: another option, followed by its values for which this option has an effect; those `OF_GATES`
+            need a gate that reads them.
         harmless: further values that are accepted where the option has no effect.
         fast: those of `ALL` that compute all of its values, or ask the gates or experts whether they do.
     """
     metadata = {"help": help, "flag": flag, "choices": choices, "bounds": bounds, "alias": alias}
     metadata |= {"needs": needs, "harmless": harmless, "fast": fast}
     return field(default=default, metadata=metadata)
+
+
+fast_option = functools.partial(option, fast=ALL)
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,12 +98,11 @@ class MoEConfig:
         OptionError: a ValueError for an invalid value or combination; it names the option.
     """
 
-    strata: str = option(
+    strata: str = fast_option(
         "2-2-2-2",
         "experts per stratum, in the paper's notation: 16 is a vanilla MoE, 4-12 has two strata; "
         "give one value for all MoE layers, or one per MoE layer of a side, separated by commas",
         "smoe_strata",
-        fast=ALL,
     )
     chain: int = option(
         1,
@@ -107,45 +111,36 @@ class MoEConfig:
         "smoe_chain",
         fast={INFERENCE},
     )
-    gate: str = option(
+    gate: str = fast_option(
         "topk",
         "how experts are chosen. "
         + "; ".join(f"{name}: {kind.summary}" for name, kind in GATES.items()),
         choices=GATES,
-        fast=ALL,
     )
-    gate_options: str = option(
+    gate_options: str = fast_option(
         "",
         "numbers of a plugin's gate, as its class names them: NAME=NUMBER,...",
-        fast=ALL,
     )
-    top_k: int = option(
+    top_k: int = fast_option(
         2,
         "experts per token and stratum, null experts included; for gates that learn their number, its "
         "target mean",
-        needs=GATE,
         harmless=(1,),
-        fast=ALL,
     )
-    top_p: float = option(
+    top_p: float = fast_option(
         0.4,
         f"{_only_with('top_p')}: least sum of the probabilities of a token's experts",
         bounds=SHARE,
-        needs=GATE,
-        fast=ALL,
     )
-    threshold_step: float = option(
+    threshold_step: float = fast_option(
         0.05,
         f"{_only_with('threshold_step')}: weight of the newest update in the running thresholds",
         bounds=SHARE,
-        needs=GATE,
-        fast=ALL,
     )
     scores: str = option(
         "softmax",
         f"{_only_with('scores')}: function that turns logits into scores",
         choices=("softmax", "sigmoid"),
-        needs=GATE,
         fast={INFERENCE},
     )
     gate_residual: str = option(
@@ -153,31 +148,26 @@ class MoEConfig:
         "MoE++: add a learnt linear map of an earlier gate's logits. strata: of the token's last "
         "stop in the layer; layers: of the previous MoE layer, too",
         choices=("none", "strata", "layers"),
-        needs=GATE,
     )
     null_experts: int = option(
         0,
         "number of experts that return 0 and cost nothing; use a larger --moe-top-k with them",
         bounds=NUMBER,
-        needs=GATE,
     )
     copy_experts: int = option(
         0,
         "number of experts that return their input; chosen like null experts",
         bounds=NUMBER,
-        needs=GATE,
     )
     constant_experts: int = option(
         0,
         "number of experts that mix their input with a learnt vector; chosen like null experts",
         bounds=NUMBER,
-        needs=GATE,
     )
-    expert_ffn_dim: int = option(
+    expert_ffn_dim: int = fast_option(
         0,
         "inner width of each expert, shared experts included; 0: the FFN dimension of the side",
         bounds=NUMBER,
-        fast=ALL,
     )
     shared_experts: int = option(
         0, "number of experts that every token uses, in addition to the chosen ones", bounds=NUMBER
@@ -195,14 +185,12 @@ class MoEConfig:
         "how the load of experts is balanced: by a loss, or by a bias that changes the choice but "
         "not the weights",
         choices=("loss", "bias"),
-        needs=GATE,
     )
-    bias_step: float = option(
+    bias_step: float = fast_option(
         1e-3,
         "--moe-balance bias: change of the bias per update",
         bounds=SCALE,
         needs=("balance", "bias"),
-        fast=ALL,
     )
     balance_over: str = option(
         "batch",
@@ -218,12 +206,11 @@ class MoEConfig:
         "smoe_capacity_budget",
         fast={INFERENCE},
     )
-    exit_bias: float = option(
+    exit_bias: float = fast_option(
         0.0,
         "evaluation only: above 0, tokens stop at fewer strata and translation is faster; below "
         "0, at more; set it with --model-overrides",
         "smoe_exit_bias",
-        fast=ALL,
     )
     stacked: bool = option(
         False,
@@ -231,47 +218,37 @@ class MoEConfig:
         "between them",
         fast={INFERENCE},
     )
-    capacity_factor: Optional[float] = option(  # noqa: UP045 (fairseq reads no other form)
+    capacity_factor: Optional[float] = fast_option(  # noqa: UP045 (fairseq reads no other form)
         None,
         "in training an expert processes at most ceil(factor * tokens / experts) tokens; 0: no "
         f"limit; default: {_default_capacity()}",
         bounds=FACTOR,
-        needs=GATE,
         harmless=(2.0, 0.0),
-        fast=ALL,
     )
-    eval_capacity_factor: float = option(
+    eval_capacity_factor: float = fast_option(
         0.0,
         "the same in evaluation; with 0, no limit, a translation does not depend on its batch",
         bounds=FACTOR,
-        needs=GATE,
-        fast=ALL,
     )
-    second_expert_policy: str = option(
+    second_expert_policy: str = fast_option(
         "sampling",
         "second and later experts in training. sampling: drawn by their scores; all: the best; "
         "random: the best, kept with probability min(1, 2 * weight)",
         choices=("sampling", "all", "random"),
-        needs=GATE,
         harmless=("all",),
-        fast=ALL,
     )
-    gate_normalization: str = option(
+    gate_normalization: str = fast_option(
         "after-drop",
         "when the weights of a token's experts are divided by their sum: after dropping, before "
         "it, or never",
         choices=("after-drop", "before-drop", "none"),
-        needs=GATE,
         harmless=("none",),
-        fast=ALL,
     )
-    drop_order: str = option(
+    drop_order: str = fast_option(
         "sentence",
         "which tokens an expert keeps when it is full. sentence: the first in the batch; score: those "
         "with the highest gate probability; random: a random choice",
         choices=DROP_ORDERS,
-        needs=GATE,
-        fast=ALL,
     )
     norms: str = option(
         "paper",
@@ -282,24 +259,21 @@ class MoEConfig:
         alias="--moe-norms",
         fast={INFERENCE},
     )
-    dropout_per: str = option(
+    dropout_per: str = fast_option(
         "stratum",
         "apply dropout to the output of each stratum, or once to the output of the MoE layer",
         choices=("stratum", "layer"),
-        fast=ALL,
     )
-    gate_init_scale: float = option(
+    gate_init_scale: float = fast_option(
         1.0,
         "scale of the gates' initial weights, relative to a linear layer",
         bounds=SCALE,
-        fast=ALL,
     )
-    output_init_scale: float = option(
+    output_init_scale: float = fast_option(
         1.0,
         "scale of the initial weights and biases of the experts' second layer, relative to a "
         "linear layer",
         bounds=SCALE,
-        fast=ALL,
     )
     eom: float = option(
         0.0,
@@ -320,52 +294,45 @@ class MoEConfig:
     cmr: bool = option(
         False, "conditional MoE routing: a gate chooses between a shared FFN and the experts"
     )
-    cmr_gate_drop: float = option(
+    cmr_gate_drop: float = fast_option(
         0.0,
         "CMR: probability in training that a token uses only the shared FFN",
         "cmr_gate_drop",
         bounds=PROBABILITY,
         needs=("cmr", True),
-        fast=ALL,
     )
-    expert_parallel: bool = option(
+    expert_parallel: bool = fast_option(
         False,
         "shard the experts of every MoE layer over the ranks; needs --ddp-backend legacy_ddp",
         "expert_parallel",
-        fast=ALL,
     )
     # Without a flag of their own: the first three are the transformer's options of the same names, and the
     # table is computed from its dictionary.
-    activation_fn: Activation = option(
+    activation_fn: Activation = fast_option(
         "relu",
         "the experts' activation: a function, or the name of one in torch.nn.functional",
         flag="",
-        fast=ALL,
     )
-    dropout: float = option(
+    dropout: float = fast_option(
         0.0,
         "dropout of the block's output before its residual; see dropout_per",
         flag="",
-        fast=ALL,
     )
-    activation_dropout: float = option(
-        0.0, "dropout after the activation in the experts", flag="", fast=ALL
+    activation_dropout: float = fast_option(
+        0.0, "dropout after the activation in the experts", flag=""
     )
-    hash_table: Tensor | None = option(
+    hash_table: Tensor | None = fast_option(
         None,
         "the expert of each token id, of shape (V,)",
         flag="",
-        needs=GATE,
-        fast=ALL,
     )
-    execution: str = option(
+    execution: str = fast_option(
         "auto",
         "how experts are computed. per-expert: a product for each; grouped: one for all; fused: the "
         "whole block in a few kernels (a top-k gate on a GPU, with Triton; else as auto); "
         "fused-triton: the same, with our own products in place of torch's; auto: fused where it "
         "applies, else grouped where the device has that in one kernel, else per-expert",
         choices=EXECUTIONS,
-        fast=ALL,
     )
 
     def __post_init__(self):
@@ -420,11 +387,11 @@ def without_effect(options: Mapping[str, Any]) -> dict[str, str]:
     found = {}
     for each in fields(MoEConfig):
         name, needs = each.name, each.metadata["needs"]
+        if name in OF_GATES:
+            needs = "gate", *gates_that_read(name)
         if not needs or name not in options:
             continue
         other, *values = needs
-        if needs == GATE:
-            values = gates_that_read(name)
         accepted = each.default, *each.metadata["harmless"]
         # Options of a model are enumerations, equal to their values only as strings.
         if str(options[name]) in map(str, accepted) or str(options[other]) in map(str, values):

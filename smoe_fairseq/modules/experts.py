@@ -18,7 +18,7 @@ from smoe_fairseq.modules.activation import Activation, Hidden, activation, hidd
 from smoe_fairseq.modules.grouped import Grouped
 from smoe_fairseq.modules.parallel import Placement
 from smoe_fairseq.modules.per_expert import PerExpert, Weights
-from smoe_fairseq.modules.products import can_group, one_kernel, tile_of, why_not_triton
+from smoe_fairseq.modules.products import products_of, torch_has_one, why_not_triton
 from smoe_fairseq.modules.torch_features import autocast_dtype
 
 
@@ -142,29 +142,31 @@ def start_pass(
     """The execution of one pass with the experts' ``weights``.
 
     Args:
-        execution: one of `EXECUTIONS`, or a callable that returns an execution of the experts. "auto" is
-            "grouped" where the device computes it in one kernel and while `torch.compile` traces, else
-            "per-expert". "fused" is the same as "auto" for blocks that fused.py does not support.
+        execution: one of `EXECUTIONS`, or a callable that returns an execution of the experts. "grouped" is
+            a product per expert where none of all experts is one kernel; "auto" is so, too, on a CPU and in
+            exact float32; "fused" is the same as "auto" for blocks that fused.py does not support.
     """
     if callable(execution):
         return execution(experts)
-    if execution in ("auto", "fused", "fused-triton"):
-        execution = best_execution(weights[0].device, weights[0])
-    return (Grouped if execution == "grouped" else PerExpert)(experts)
+    if execution == "per-expert" or why_per_expert(weights[0], execution):
+        return PerExpert(experts)
+    return Grouped(experts)
 
 
-def best_execution(device: torch.device, weight: Tensor) -> str:
-    """The fastest execution for such weights ``(E, O, I)``; logged once per device other than the CPU."""
-    if torch.compiler.is_compiling():
-        return "grouped" if can_group(weight) else "per-expert"
-    if device.type == "cpu":
-        return "per-expert"
-    if can_group(weight) and one_kernel(device, weight.dtype):
-        reason = ""
-    elif not (reason := why_not_triton(device, weight.dtype)):
-        reason = "" if tile_of(device, weight.dtype) else "our kernels do not fit"
-    _log_execution(str(device), str(weight.dtype).removeprefix("torch."), reason)
-    return "per-expert" if reason else "grouped"
+def why_per_expert(weight: Tensor, execution: str = "auto") -> str:
+    """Why not to group the products of such weights ``(E, O, I)``; logged once per device but the CPU."""
+    device, dtype, reason = weight.device, weight.dtype, ""
+    if torch.compiler.is_compiling() or device.type == "cpu":
+        is_auto = (
+            device.type == "cpu" and execution != "grouped" and not torch.compiler.is_compiling()
+        )
+        return "a CPU" if is_auto or products_of(weight) is None else ""
+    if execution != "grouped" and not torch_has_one(weight, dtype):
+        reason = why_not_triton(device, dtype)
+    if not reason and products_of(weight) is None:
+        reason = "our kernels do not fit"
+    _log_execution(str(device), str(dtype).removeprefix("torch."), reason)
+    return reason
 
 
 @functools.cache

@@ -1,7 +1,7 @@
 """`StratifiedMoE.forward` by Triton kernels: one autograd function for all strata.
 
-`applies` checks that a block is supported; blocks with other gates, branches or sharded experts use the
-general forward.
+`applies` checks that a block is supported; blocks with other gates or branches use the general forward.
+Sharded experts get the rows of all ranks between `dispatch` and the first product.
 
 Shapes: T tokens, D embedding, F feed-forward, K choices per token, N = T K rows of copies.
 """
@@ -16,20 +16,19 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from smoe_fairseq.modules import torch_features
 from smoe_fairseq.modules.config import EVALUATION, TRAINING
-from smoe_fairseq.modules.grouped import shape_of_product
+from smoe_fairseq.modules.parallel import Here, Trip
 from smoe_fairseq.modules.products import (
     SHRINKS,
     TILE,
     TYPES,
     Launcher,
-    can_group,
+    TorchProducts,
+    TritonProducts,
     kernels,
-    multiply,
     next_power,
-    one_kernel,
-    outer,
+    shape_of_product,
+    torch_has_one,
     why_not_triton,
 )
 from smoe_fairseq.modules.routing import exact
@@ -45,12 +44,9 @@ PARTS = 16  # partial sums over an expert's rows
 BLOCK_D = 256  # columns that a program processes at a time
 SPILLS = 16  # numbers of a thread that a kernel may keep in memory
 PROGRAMS = 1024  # of a kernel over rows, whose number is not known on the host
-TILES = {
-    "activate": (16, 256),
-    "spread": 128,
-    "sums": (64, 64),
-    "norm": (2, 1024, 512),
-}
+# Tiles of kernels: names of their constants in capitals.
+TILES = {"SCANNED": 512, "BLOCK_N": 16, "BLOCK_F": 256, "FEW_T": 2, "SETTLED": 4096}
+SPREAD_D, SUMS, NORMS, PER_WARP = 128, 64, 1024, 512
 
 
 _shrinks: dict = {}
@@ -90,8 +86,8 @@ def _spills(block, x: Tensor, shrink: int) -> int:
     """Numbers that a thread of the block's kernels keeps in memory, at most."""
     found = []
 
-    def load(kernel, grid: tuple, arguments: tuple, constants: tuple, **options) -> None:
-        compiled = kernel.warmup(*arguments, *constants, grid=grid, **options)
+    def load(kernel, grid: tuple, values: dict, **options) -> None:
+        compiled = kernel.warmup(**values, grid=grid, **options)
         compiled._init_handles()  # raises OutOfResources
         found.append(compiled.n_spills)
 
@@ -100,8 +96,8 @@ def _spills(block, x: Tensor, shrink: int) -> int:
     return max(found)
 
 
-def rehearse(block, x: Tensor, launch: Callable, shrink: int = 1) -> None:
-    """Calls ``launch`` as a training pass over a token of ``x`` would launch kernels, without computing."""
+def rehearse(block, x: Tensor, start: Callable, shrink: int = 1) -> None:
+    """Calls ``start`` for each kernel of a training pass over a token of ``x``, without computing."""
     dtype = autocast_dtype(x.device) or block.experts.w1.dtype
 
     def empty(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
@@ -109,11 +105,17 @@ def rehearse(block, x: Tensor, launch: Callable, shrink: int = 1) -> None:
         grad = dtype.is_floating_point
         return torch.empty_like(tensor, device="meta", dtype=dtype, requires_grad=grad)
 
+    def launcher(named: dict, *tensors: Tensor) -> Launcher:
+        made = Launcher(named, *tensors)
+        made.start = start
+        return made
+
     x_TD = x.detach().reshape(-1, x.shape[-1])[:1]
     with torch.random.fork_rng([x.device] if x.is_cuda else []):
         run = _settings(block, x_TD, None, shrink)
-    run.launcher, run.product, run.keeps = lambda *_: launch, shape_of_product, True
-    run.stratum_of_expert, run.seed = empty(run.stratum_of_expert), empty(run.seed)
+    run.launcher, run.product, run.keeps, run.trip = launcher, shape_of_product, True, Here
+    named = {name: empty(run.named[name]) for name in ("seed", "stratum_of_expert", "padding")}
+    run.named |= named
     norms = [empty(p) for norm in block.layer_norms for p in (norm.weight, norm.bias)]
     gates, experts = [empty(gate.weight) for gate in block.gates], block.experts
     weights = [empty(w, dtype) for w in (experts.w1, experts.b1, experts.w2, experts.b2)]
@@ -145,7 +147,6 @@ def applies(block, x: Tensor) -> bool:
         and x.dtype in TYPES
         and x.shape[-1] <= MAX_WIDTH
         and block.strata.num_experts <= MAX_EXPERTS
-        and not block.experts.placement.is_sharded
         and (TRAINING if block.training else EVALUATION) in block.config.fast
         and block.experts.activation_fn is F.relu
         and max(block.experts.activation_dropout, norms.dropout) < 1
@@ -153,15 +154,6 @@ def applies(block, x: Tensor) -> bool:
         and all(norm.weight.dtype == gates[0].weight.dtype for norm in norms)
         and (kernels().is_interpreted() or (x.is_cuda and shrinkage(block, x) is not None))
     )
-
-
-def one_launch(block, x: Tensor) -> bool:
-    """Whether the products are torch's: where they are one kernel, which was faster on an H200."""
-    if block.execution == "fused-triton":
-        return False
-    dtype = autocast_dtype(x.device) or block.experts.w1.dtype
-    waits = x.is_cuda and not one_kernel(x.device, dtype)
-    return can_group(block.experts.w1) and not waits
 
 
 def forward(block, x: Tensor, padding_mask: Tensor | None, with_stats: bool = True):
@@ -188,7 +180,7 @@ def forward(block, x: Tensor, padding_mask: Tensor | None, with_stats: bool = Tr
         "unused": unused,
         "chosen": chosen.view(strata, -1),
         "dropped": dropped.view(strata, -1),
-        "dropped_choices": run.dropped.view(*shape, run.K),
+        "dropped_choices": run.dropped.view(*shape, run.named["K"]),
     }
     return y, RoutingStats(**stats)
 
@@ -200,47 +192,46 @@ def _layout(strata) -> tuple[tuple[int, int, int], ...]:
 
 
 def _settings(block, x_TD: Tensor, padding_mask: Tensor | None, shrink: int) -> SimpleNamespace:
-    """Arguments of the kernels; names in capitals are those of their constants."""
+    """What a pass needs; ``named`` are arguments of kernels, with constants in capitals."""
     gate, norms, experts = block.gates[0], block.layer_norms, block.experts
-    training = block.training
+    training, width, columns = block.training, x_TD.shape[1], block.strata.num_experts
     policy = gate.second_expert_policy if training and gate.top_k > 1 else "all"
     dropout = norms.dropout if training and norms.dropout_per == "stratum" else 0.0
     inner_dropout = experts.activation_dropout if training else 0.0
     noisy = policy != "all" or dropout or inner_dropout
-    rounds = autocast_dtype(x_TD.device) is None
-    is_exact = not rounds or torch.float32 in (x_TD.dtype, gate.weight.dtype)
-    block_e = max(next_power(len(block.stratum_of_expert)), 16)
+    dtype = autocast_dtype(x_TD.device)
+    # Products of half precision numbers are exact in tf32.
+    is_exact = dtype is not None or torch.float32 in (x_TD.dtype, gate.weight.dtype)
+    block_e = max(next_power(columns), 16)
     gate_d = BLOCK_D if block_e == 16 else 2048 // block_e
-    return SimpleNamespace(
-        launcher=Launcher,
-        products=TorchProducts if one_launch(block, x_TD) else TritonProducts,
-        product=torch_features.grouped_mm,
-        TILE=TILE // shrink,
-        strata=_layout(block.strata),
-        padding=None if padding_mask is None else padding_mask.reshape(-1),
-        stratum_of_expert=block.stratum_of_expert,
-        keeps=torch.is_grad_enabled(),
+    block_d = min(next_power(width), 2 * BLOCK_D // x_TD.element_size())
+    # The capacity factor; 0: no limit.
+    limit, over = _ratio(gate.capacity.current_factor)
+    placement = experts.placement
+    # torch's products were faster on an H200. They know no rows that are sorted by rank.
+    ours = placement.is_sharded or block.execution == "fused-triton"
+    ours = ours or not torch_has_one(experts.w1, dtype or experts.w1.dtype)
+    named = dict(
+        padding=x_TD if padding_mask is None else padding_mask.reshape(-1),
         seed=torch.randint(2**31 - 1, (1,), device=x_TD.device) if noisy else x_TD,
-        EPS=norms[0].eps,
-        K=gate.top_k,
-        COLUMNS=len(block.stratum_of_expert),
-        ROUND=rounds,
-        # Products of half precision numbers are exact in tf32.
-        EXACT=is_exact,
-        POLICY=policy,
-        NORMALIZE=gate.normalization,
-        # The capacity factor as a ratio; 0: no limit.
-        LIMIT=_ratio(gate.capacity.current_factor),
-        DROPOUT=dropout,
-        INNER_DROPOUT=inner_dropout,
-        BLOCK_D=min(next_power(x_TD.shape[1]), 2 * BLOCK_D // x_TD.element_size()),
-        BLOCK_E=block_e,
+        stratum_of_expert=block.stratum_of_expert, tokens=len(x_TD), blocks=-(-len(x_TD) // TOKENS),
+        D=width, F=experts.w1.shape[1], K=gate.top_k, COLUMNS=columns, STRATA=len(block.strata),
+        HELD=len(experts.w1), EPS=norms[0].eps, PADDED=padding_mask is not None, ROUND=dtype is None,
+        EXACT=is_exact, POLICY=policy, BEFORE=gate.normalization == "before-drop",
+        NORMALIZE=gate.normalization, LIMIT=limit, OVER=over, DROPOUT=dropout, INNER_DROPOUT=inner_dropout,
+        BIAS=not ours, BLOCK_T=TOKENS, BLOCK_K=next_power(gate.top_k), BLOCK_E=block_e, BLOCK_D=block_d,
+        WIDE_D=next_power(width), SPREAD_D=min(block_d, SPREAD_D),
         # Of products with the gates' weights, whose tiles grow with the number of experts.
-        GATE_D=max(min(next_power(x_TD.shape[1]), gate_d) // shrink, 16),
-        SUMS_C=max(min(TILES["sums"][0], 1024 // block_e) // (shrink * (1 + is_exact)), 16),
-        SUMS_N=max(min(TILES["sums"][1], 1024 // block_e) // (1 + is_exact), 16),
-        BLOCK_K=next_power(gate.top_k),
-    )
+        GATE_D=max(min(next_power(width), gate_d) // shrink, 16),
+        SUMS_C=max(min(SUMS, 1024 // block_e) // (shrink * (1 + is_exact)), 16),
+        SUMS_N=max(min(SUMS, 1024 // block_e) // (1 + is_exact), 16), **TILES,
+    )  # fmt: skip
+    return SimpleNamespace(
+        named=named, launcher=Launcher, tile=TILE // shrink if ours else None, product=None,
+        ranks=placement.group_size if placement.is_sharded else 1,
+        trip=functools.partial(Trip, placement) if placement.is_sharded else Here,
+        strata=_layout(block.strata), keeps=torch.is_grad_enabled(),
+    )  # fmt: skip
 
 
 @functools.cache
@@ -250,8 +241,8 @@ def _ratio(factor: float) -> tuple[int, int]:
 
 def _counts(run) -> tuple[int, ...]:
     """Sizes of the `RoutingStats` whose shapes do not depend on T, in the order in which they are stored."""
-    strata = len(run.strata)
-    return strata * run.COLUMNS, strata, strata * run.K, strata * run.K
+    strata, choices = len(run.strata), len(run.strata) * run.named["K"]
+    return strata * run.named["COLUMNS"], strata, choices, choices
 
 
 def _allocate(dtype: torch.dtype, device: torch.device, *sizes: int) -> tuple[Tensor, ...]:
@@ -260,181 +251,135 @@ def _allocate(dtype: torch.dtype, device: torch.device, *sizes: int) -> tuple[Te
     return torch.empty(sum(padded), dtype=dtype, device=device).split_with_sizes(padded)[::2]
 
 
-class TorchProducts:
-    """Products of the experts' rows by torch, for shapes and devices for which it has one kernel."""
-
-    def __init__(self, run: SimpleNamespace, launch: Callable):
-        self.run, self.launch = run, launch
-
-    def multiply(self, x_NI, weight, ends_E, first: int, back=False, activation=None) -> Tensor:
-        """``x W_e'``, with ``back`` ``x W_e``, of the experts from the ``first`` on.
-
-        Args:
-            activation: bias, seed and stratum; then ``dropout(relu(x W_e' + bias))``.
-        """
-        weight = weight[first:] if back else weight[first:].transpose(1, 2)
-        y_NO, run = self.run.product(x_NI, weight, offs=ends_E), self.run
-        if activation is not None:
-            bias, seed, i = activation
-            self.launch(
-                kernels().activate, (min(PROGRAMS, -(-len(x_NI) // TOKENS)),),
-                (y_NO, bias, ends_E, seed, i, len(ends_E), first),
-                (y_NO.shape[1], run.INNER_DROPOUT, run.BLOCK_E, *TILES["activate"]),
-            )  # fmt: skip
-        return y_NO
-
-    def outer(self, y_NO: Tensor, x_NI: Tensor, ends_E: Tensor) -> Tensor:
-        """``sum_n y_n x_n'`` over each expert's rows ``(E, O, I)``."""
-        return self.run.product(y_NO.t(), x_NI, offs=ends_E)
-
-
-class TritonProducts(TorchProducts):
-    """The same by our own kernels."""
-
-    def multiply(self, x_NI, weight, ends_E, first: int, back=False, activation=None) -> Tensor:
-        activation = activation and (*activation, self.run.INNER_DROPOUT)
-        return multiply(self.launch, self.run.TILE, x_NI, weight, ends_E, first, back, activation)
-
-    def outer(self, y_NO: Tensor, x_NI: Tensor, ends_E: Tensor) -> Tensor:
-        return outer(self.launch, self.run.TILE, y_NO, x_NI, ends_E)
+def _start(run: SimpleNamespace, tensors: tuple, **named) -> tuple[Launcher, TorchProducts]:
+    """The launcher of a pass, and the products of the experts' rows."""
+    launch = run.launcher({**run.named, **named}, *tensors)
+    if run.tile:
+        return launch, TritonProducts(run.tile, launch, run.ranks)
+    return launch, TorchProducts(run.product)
 
 
 class _Block(torch.autograd.Function):
     @staticmethod
     def forward(ctx, run, x_TD: Tensor, *parameters: Tensor):
         ctx.set_materialize_grads(False)
-        k, (tokens, width) = kernels(), x_TD.shape
-        strata, columns, top_k, device = len(run.strata), run.COLUMNS, run.K, x_TD.device
+        k, (tokens, width), columns = kernels(), x_TD.shape, run.named["COLUMNS"]
+        strata, top_k, blocks = len(run.strata), run.named["K"], run.named["blocks"]
         norms, gates = parameters[: 2 * strata], parameters[2 * strata : 3 * strata]
-        w1, b1, w2, b2 = parameters[3 * strata :]
-        blocks, copies = -(-tokens // TOKENS), tokens * top_k
+        (w1, b1, w2, b2), copies = parameters[3 * strata :], tokens * top_k
         stack, y_TD = x_TD.new_empty(strata - 1, tokens, width), torch.empty_like(x_TD)
         positions, choices, rows, totals, counts, *ends = _allocate(
-            torch.int32, device, (strata + 1) * tokens, strata * copies, strata * copies,
+            torch.int32, x_TD.device, (strata + 1) * tokens, strata * copies, strata * copies,
             strata * top_k * columns, top_k * blocks * columns, *(each for _, each, _ in run.strata),
         )  # fmt: skip
         weights, moments, logits, means, sums = _allocate(
-            torch.float32, device, strata * copies, strata * tokens * 2, strata * tokens * columns,
-            strata * (columns + 1), blocks * (columns + 1),
+            torch.float32, x_TD.device, strata * copies, strata * tokens * 2,
+            strata * tokens * columns, strata * (columns + 1), blocks * (columns + 1),
         )  # fmt: skip
-        run.requested, run.dropped, run.numbers = _allocate(
-            torch.int64, device, tokens, copies, sum(_counts(run))
+        run.requested, run.dropped, run.numbers, kept_C = _allocate(
+            torch.int64, x_TD.device, tokens, copies, sum(_counts(run)), columns
         )
         balance_loss, z_loss = weights.new_empty(()), weights.new_empty(())
-        launch, kept = run.launcher(x_TD, *parameters), []
-        products = run.products(run, launch)
-        for i, (first, experts, _) in enumerate(run.strata):
-            norm, gate, is_first, ends_E = norms[2 * i : 2 * i + 2], gates[i], i == 0, ends[i]
-            source = x_TD if is_first else stack
-            launch(
-                k.route, (blocks,),
-                (source, source if run.padding is None else run.padding, *norm, gate, run.seed,
-                 positions, moments, logits, choices, weights, counts, sums, tokens, i, experts),
-                (run.EPS, width, top_k, columns, strata, is_first, run.padding is not None, run.ROUND,
-                 run.EXACT, run.POLICY, run.NORMALIZE == "before-drop",
-                 run.GATE_D, run.BLOCK_E, run.BLOCK_K, TOKENS),
-            )  # fmt: skip
-            launch(
-                k.scan, (experts + 1,), (counts, sums, totals, means, blocks, i), (top_k, columns, 512)
-            )  # fmt: skip
+        launch, products = _start(
+            run, (x_TD, *parameters), positions=positions, choices=choices, rows=rows, totals=totals,
+            counts=counts, weights=weights, moments=moments, logits=logits, means=means, sums=sums,
+            requested=run.requested, dropped=run.dropped, numbers=run.numbers, kept=kept_C,
+            balance=balance_loss, z_loss=z_loss, stack=stack, y=y_TD,
+        )  # fmt: skip
+        saved, trips = [], []
+        for i, (first, experts, own) in enumerate(run.strata):
+            launch.named |= {
+                "x": stack if i else x_TD, "norm_weight": norms[2 * i], "norm_bias": norms[2 * i + 1],
+                "gate_weight": gates[i], "stratum": i, "first": first, "E": experts, "FIRST": i == 0,
+            }  # fmt: skip
+            launch(k.route, blocks)
+            launch(k.scan, experts + 1)
             copies_ND = w1.new_empty(copies, width)
-            launch(
-                k.dispatch, (blocks,),
-                (source, *norm, run.stratum_of_expert, moments, choices, counts, totals, means,
-                 positions, weights, rows, ends_E, copies_ND, run.requested, run.dropped, run.numbers,
-                 balance_loss, z_loss, tokens, i, experts, first),
-                (width, top_k, columns, strata, is_first, run.ROUND, *run.LIMIT, run.NORMALIZE,
-                 run.BLOCK_D, run.BLOCK_E, run.BLOCK_K, TOKENS),
-            )  # fmt: skip
-            hidden_NF = products.multiply(
-                copies_ND, w1, ends_E, first, activation=(b1, run.seed, i)
-            )
-            out_ND = products.multiply(hidden_NF, w2, ends_E, first)
-            launch(
-                k.combine, (blocks,),
-                (source, out_ND, b2, run.seed, positions, choices, rows, weights, stack, y_TD,
-                 tokens, i, first),
-                (width, top_k, strata, is_first, run.DROPOUT, run.BLOCK_D, TOKENS),
-            )  # fmt: skip
+            launch(k.dispatch, blocks, ends=ends[i], copies=copies_ND)
+            trip = run.trip(kept_C, ends[i], range(first, first + own))
+            x_ND, e = trip.there(copies_ND), trip.first
+            if run.tile:
+                hidden_NF = products.multiply(x_ND, w1, trip.ends, e, bias=b1, end="relu")
+                out_ND = products.multiply(hidden_NF, w2, trip.ends, e, bias=b2, end="bias")
+            else:
+                hidden_NF = products.multiply(x_ND, w1, trip.ends, e)
+                programs = min(PROGRAMS, -(-copies // TOKENS))
+                launch(k.activate, programs, h=hidden_NF, bias=b1, ends=trip.ends)
+                out_ND = products.multiply(hidden_NF, w2, trip.ends, e)
+            out_ND = trip.back(out_ND)
+            launch(k.combine, blocks, outputs=out_ND, bias=b2)
             if run.keeps:
-                kept += [ends_E, copies_ND, hidden_NF, out_ND]
+                saved += [x_ND, hidden_NF, out_ND]
+                trips.append(trip)
         if run.keeps:
-            ctx.run = run
+            ctx.run, ctx.trips = run, trips
             routing = positions, choices, rows, weights, moments, logits, totals
-            ctx.save_for_backward(x_TD, stack, *parameters, *routing, *kept)
+            ctx.save_for_backward(x_TD, stack, *parameters, *routing, *saved)
         return y_TD, balance_loss, z_loss
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_y, grad_balance, grad_z):
         k, run = kernels(), ctx.run
-        strata, columns, top_k = len(run.strata), run.COLUMNS, run.K
+        strata, columns, blocks = len(run.strata), run.named["COLUMNS"], run.named["blocks"]
         x_TD, stack, *saved = ctx.saved_tensors
         parameters, saved = saved[: 3 * strata + 4], saved[3 * strata + 4 :]
-        positions, choices, rows, weights, moments, logits, totals, *kept = saved
+        positions, choices, rows, weights, moments, logits, totals, *saved = saved
         norms, gates = parameters[: 2 * strata], parameters[2 * strata : 3 * strata]
         w1, b1, w2, b2 = parameters[3 * strata :]
-        (tokens, width), inner, blocks = x_TD.shape, w1.shape[1], -(-len(x_TD) // TOKENS)
+        (tokens, width), (held, inner, _) = x_TD.shape, w1.shape
         grad_y = torch.zeros_like(x_TD) if grad_y is None else grad_y.contiguous()
         grad_x = torch.empty_like(x_TD)
-        block_c, block_n = run.SUMS_C, run.SUMS_N
-        block_t, programs, per_warp = TILES["norm"]
-        programs = min(-(-tokens // block_t), programs)
+        few, wide, block_c = TILES["FEW_T"], run.named["WIDE_D"], run.named["SUMS_C"]
+        programs = min(-(-tokens // few), NORMS)
         splits = min(PARTS, -(-tokens // 256))
-        across, wide = -(-width // block_c), -(-inner // block_c)
-        shares = [columns * inner, columns * width, *(each * width for _, each, _ in run.strata)]
+        across, across_f = -(-width // block_c), -(-inner // block_c)
+        shares = [held * inner, held * width, *(each * width for _, each, _ in run.strata)]
         size = sum(shares)
         norm_parts, parts, grad_logits = _allocate(
-            torch.float32,
-            x_TD.device,
-            programs * strata * 2 * width,
-            splits * size,
-            tokens * columns,
-        )
-        launch, later = run.launcher(x_TD, grad_y, *parameters), None
-        products = run.products(run, launch)
+            torch.float32, x_TD.device, programs * strata * 2 * width, splits * size, tokens * columns
+        )  # fmt: skip
+        launch, products = _start(
+            run, (x_TD, grad_y, *parameters), positions=positions, choices=choices, rows=rows,
+            weights=weights, moments=moments, logits=logits, totals=totals, grad_y=grad_y, grad_x=grad_x,
+            grad_balance=grad_y if grad_balance is None else grad_balance, BALANCE=grad_balance is not None,
+            grad_z=grad_y if grad_z is None else grad_z, Z=grad_z is not None, bias=b2,
+            grad_logits=grad_logits, norm_parts=norm_parts, parts=parts, splits=splits, SIZE=size,
+            WEIGHTS=width * inner,
+        )  # fmt: skip
+        later = None
         for i in reversed(range(strata)):
-            first, experts, own = run.strata[i]
-            before = sum(each for _, each, _ in run.strata[:i])
-            ends_E, copies_ND, hidden_NF, out_ND = kept[4 * i : 4 * i + 4]
-            norm, gate, is_first = norms[2 * i : 2 * i + 2], gates[i], i == 0
-            source = x_TD if is_first else stack
+            first, experts, _ = run.strata[i]
+            x_ND, hidden_NF, out_ND = saved[3 * i : 3 * i + 3]
+            trip, ends = ctx.trips[i], ctx.trips[i].ends
+            launch.named |= {
+                "x": stack if i else x_TD, "norm_weight": norms[2 * i], "norm_bias": norms[2 * i + 1],
+                "gate_weight": gates[i], "stratum": i, "first": first, "E": experts, "FIRST": i == 0,
+                "ends": ends, "held": len(ends) // run.ranks, "ranks": run.ranks, "own": trip.own,
+            }  # fmt: skip
             grad_out_ND = torch.empty_like(out_ND)
+            launch(k.spread, blocks, outputs=out_ND, grad_outputs=grad_out_ND)
+            grad_out_ND = trip.there(grad_out_ND)
+            grad_hidden_NF = products.multiply(grad_out_ND, w2, ends, trip.first, back=True)
+            units = across + launch.named["held"] * (across + across_f)
             launch(
-                k.spread, (blocks,),
-                (grad_y, grad_x, grad_y if grad_balance is None else grad_balance,
-                 grad_y if grad_z is None else grad_z, out_ND, b2, run.seed,
-                 positions, choices, rows, weights, logits, totals, grad_out_ND, grad_logits,
-                 tokens, i, experts, first),
-                (width, top_k, columns, strata, run.DROPOUT, run.NORMALIZE,
-                 grad_balance is not None, grad_z is not None,
-                 min(run.BLOCK_D, TILES["spread"]), run.BLOCK_E, run.BLOCK_K, TOKENS),
+                k.sums, splits * units, grad_hidden=grad_hidden_NF, hidden=hidden_NF, first=trip.first,
+                grad_outputs=grad_out_ND, gate=sum(each for _, each, _ in run.strata[:i]),
             )  # fmt: skip
-            grad_hidden_NF = products.multiply(grad_out_ND, w2, ends_E, first, back=True)
-            launch(
-                k.sums, (splits * (across + experts * (across + wide)),),
-                (source, grad_hidden_NF, hidden_NF, grad_out_ND, grad_logits, *norm, positions, moments,
-                 ends_E, parts, splits, tokens, i, experts, first, own, before),
-                (width, inner, columns, size, is_first, run.ROUND, run.EXACT, run.INNER_DROPOUT,
-                 run.BLOCK_E, block_c, block_n),
-            )  # fmt: skip
-            grad_w2 = products.outer(grad_out_ND, hidden_NF, ends_E)
-            grad_w1 = products.outer(grad_hidden_NF, copies_ND, ends_E)
+            grad_w2 = products.unsettled_outer(grad_out_ND, hidden_NF, ends)
+            grad_w1 = products.unsettled_outer(grad_hidden_NF, x_ND, ends)
             del grad_out_ND
-            grad_copies_ND = products.multiply(grad_hidden_NF, w1, ends_E, first, back=True)
+            grad_copies_ND = products.multiply(grad_hidden_NF, w1, ends, trip.first, back=True)
             del grad_hidden_NF
+            later_w1, later_w2 = later or (grad_w1, grad_w2)
             launch(
-                k.settle, (experts, -(-width * inner // 4096)),
-                (grad_w1, grad_w2, *(later or (grad_w1, grad_w2)), ends_E, own), (width * inner, 4096),
+                k.settle, launch.named["held"], -(-width * inner // TILES["SETTLED"]),
+                grad_w1=grad_w1, grad_w2=grad_w2, later_w1=later_w1, later_w2=later_w2,
             )  # fmt: skip
             later = grad_w1, grad_w2
-            launch(
-                k.collect, (programs,),
-                (source, grad_y, grad_x, grad_copies_ND, grad_logits, norm[0], gate, positions, moments,
-                 rows, norm_parts, tokens, i, experts),
-                (width, top_k, columns, strata, is_first, next_power(width), block_t),
-                num_warps=min(max(1, next_power(width) * block_t // per_warp), 32),
-            )  # fmt: skip
+            warps = min(max(1, wide * few // PER_WARP), 32)
+            grad_copies_ND = trip.back(grad_copies_ND)
+            launch(k.collect, programs, num_warps=warps, grad_copies=grad_copies_ND)
             del grad_copies_ND
         flat = parts.view(splits, size).sum(0)
         grad_b1, grad_b2, *grad_gates = flat.to(gates[0].dtype).split_with_sizes(shares)

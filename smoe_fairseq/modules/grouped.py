@@ -1,26 +1,21 @@
 """The experts of a stratum by one grouped product, in shapes that do not depend on the routing.
 
-If a kernel computes the product on the device (products.py), the host does not wait. In float32 and float16,
-torch 2.13 computes `torch.nn.functional.grouped_mm` expert by expert, reads the ends on the host, and gives
-`torch.compile` no shape of the result; hence the custom operator below. torch's own gradient is not used,
-since on GPUs of compute capability 10 it was arbitrary for experts without rows (pytorch issue 172439).
+If one kernel computes the product on the device (products.py), the host does not wait.
 
 Rows are sorted by expert, followed by padding rows, which products leave uninitialised.
 
 Shapes: T tokens, K choices per token, N rows, D embedding, F feed-forward, I inputs, O outputs, E experts.
 """
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from smoe_fairseq.modules import torch_features
 from smoe_fairseq.modules.activation import Hidden
 from smoe_fairseq.modules.per_expert import Weights, refuse_second_derivative
-from smoe_fairseq.modules.products import can_group, launch, multiply, one_kernel, outer, tile_of
+from smoe_fairseq.modules.products import products_of
 from smoe_fairseq.modules.rows import Copies, DispatchPlan, select, sum_rows
 
 
@@ -61,16 +56,17 @@ class Layout(NamedTuple):
 
         If a token may have all experts, the host reads the number of rows, unless the gate knows a bound.
         """
-        rows, most = copies.expert_TK.numel(), copies.most
-        ends_E = copies.kept_E.cumsum(0).int()
-        if most is not None and not torch.compiler.is_compiling():
-            rows = min(rows, most or int(ends_E[-1]))
-        rows += 1
+        plan, ends_E = copies.plan, copies.kept_E.cumsum(0).int()
+        if plan is None:
+            rows, most = copies.expert_TK.numel(), copies.most
+            if most is not None and not torch.compiler.is_compiling():
+                rows = min(rows, most or int(ends_E[-1]))
+            plan = DispatchPlan.of(copies, rows + 1)
+        rows = plan.copy_N.shape[0]
         row_N1 = torch.arange(rows, device=ends_E.device, dtype=torch.int).unsqueeze(1)
         expert_N1 = torch.searchsorted(ends_E, row_N1, right=True)
         expert_NE = expert_N1 == torch.arange(len(ends_E), device=ends_E.device)
         padding_N1 = expert_N1 == len(ends_E)
-        plan = DispatchPlan.of(copies, rows)
         return cls(plan, ends_E, expert_NE.to(weights[0].dtype), padding_N1)
 
 
@@ -87,15 +83,13 @@ class GroupedSum(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         experts = len(copies.kept_E)
         seen = w1_E, b1_E, w2_E, b2_E = [w[:experts] for w in (w1, b1, w2, b2)]
-        h_NF = grouped_mm(select(x_TD, token_N), w1_E.transpose(1, 2), ends_E)
+        ctx.products = products = products_of(w1)
+        h_NF = products.multiply(select(x_TD, token_N), w1_E, ends_E)
         h_NF = h_NF.addmm_(expert_NE, b1_E).masked_fill_(padding_N1, 0)
         h_NF, kept = hidden.forward(h_NF)
-        y_ND = grouped_mm(h_NF, w2_E.transpose(1, 2), ends_E).addmm_(expert_NE, b2_E)
-        weight_N1 = None
-        if weight_TK is not None:
-            weight_N1 = select(weight_TK.flatten(), copy_N).unsqueeze(1)
-            y_ND.mul_(weight_N1)
-        y_ND[-1] = 0
+        y_ND = products.multiply(h_NF, w2_E, ends_E).addmm_(expert_NE, b2_E)
+        weight_N1 = select(weight_TK.flatten(), copy_N).unsqueeze(1)
+        y_ND.mul_(weight_N1)[-1] = 0
         where = row_TK, token_N, ends_E, expert_NE, padding_N1
         ctx.save_for_backward(x_TD, weight_N1, *seen, *where, *kept)
         ctx.passed_by, ctx.hidden = _passed_by(copies, w1), hidden
@@ -110,26 +104,23 @@ class GroupedSum(torch.autograd.Function):
         row_TK, token_N, ends_E, expert_NE, padding_N1, *kept = others
         if grad_TD is None:
             grad_TD = torch.zeros_like(x_TD)
-        weight_grad_TK, scaled_NE = None, expert_NE
         y_grad_ND, x_ND = select(grad_TD, token_N), select(x_TD, token_N)
         h_NF, backward = ctx.hidden.recompute(*kept)
-        h_grad_NF = grouped_mm(y_grad_ND, w2, ends_E)
-        if weight_N1 is not None:
-            # As in `ExpertSum`.
-            weight_grad_N = torch.linalg.vecdot(h_grad_NF, h_NF)
-            weight_grad_N += ((y_grad_ND @ b2.t()) * expert_NE).sum(1)
-            weight_grad_N[-1] = 0
-            weight_grad_TK = weight_grad_N.to(weight_N1.dtype)[row_TK]
-            y_grad_ND.mul_(weight_N1)
-            x_ND.mul_(weight_N1)
-            scaled_NE = (expert_NE * weight_N1).to(expert_NE.dtype)
-        gradients = [grouped_outer(y_grad_ND, h_NF, ends_E), expert_NE.t() @ y_grad_ND]
+        h_grad_NF = ctx.products.multiply(y_grad_ND, w2, ends_E, back=True)
+        # As in `ExpertSum`.
+        weight_grad_N = torch.linalg.vecdot(h_grad_NF, h_NF)
+        weight_grad_N += ((y_grad_ND @ b2.t()) * expert_NE).sum(1)
+        weight_grad_N[-1] = 0
+        weight_grad_TK = weight_grad_N.to(weight_N1.dtype)[row_TK]
+        y_grad_ND.mul_(weight_N1)
+        x_ND.mul_(weight_N1)
+        scaled_NE = (expert_NE * weight_N1).to(expert_NE.dtype)
+        outer = ctx.products.outer
+        gradients = [outer(y_grad_ND, h_NF, ends_E), expert_NE.t() @ y_grad_ND]
         h_grad_NF, *parameter_grads = backward(h_grad_NF.masked_fill_(padding_N1, 0), weight_N1)
-        gradients[:0] = grouped_outer(h_grad_NF, x_ND, ends_E), scaled_NE.t() @ h_grad_NF
-        x_grad_ND = grouped_mm(h_grad_NF, w1, ends_E)
-        if weight_N1 is not None:
-            x_grad_ND.mul_(weight_N1)
-        x_grad_ND[-1] = 0
+        gradients[:0] = outer(h_grad_NF, x_ND, ends_E), scaled_NE.t() @ h_grad_NF
+        x_grad_ND = ctx.products.multiply(h_grad_NF, w1, ends_E, back=True)
+        x_grad_ND.mul_(weight_N1)[-1] = 0
         x_grad_TD = sum_rows(x_grad_ND, row_TK)
         sums = [
             _add(*each, ctx.passed_by, ctx.unseen) for each in zip(sums, gradients, strict=True)
@@ -165,88 +156,10 @@ def _differentiable_sum(
     w1, b1, w2, b2 = (w[: len(copies.kept_E)] for w in weights)
 
     def linear(x_NI: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        y_NO = grouped_mm(x_NI, weight.transpose(1, 2), layout.ends_E)
+        y_NO = products_of(weight).multiply(x_NI, weight, layout.ends_E)
         # Clears uninitialised rows in both directions, since NaN times 0 is NaN.
         return torch.addmm(y_NO, layout.expert_NE, bias).masked_fill(layout.padding_N1, 0)
 
     x_ND = layout.plan.take(x_TD).masked_fill(layout.padding_N1, 0)
     h_NF = F.dropout(hidden.function(linear(x_ND, w1, b1)), hidden.dropout)
     return layout.plan.weighted_sum(linear(h_NF, w2, b2), copies.weight_TK)
-
-
-def grouped_mm(x_NI: Tensor, w_EIO: Tensor, ends_E: Tensor) -> Tensor:
-    """``x W_e`` for the rows of each expert ``(N, O)``; padding rows are uninitialised.
-
-    Without a grouped product it is computed expert by expert, and the host reads the ends.
-    """
-    if tile := _own_tile(w_EIO):
-        back = w_EIO.is_contiguous()
-        weight = w_EIO if back else w_EIO.transpose(1, 2).contiguous()
-        return multiply(launch, tile, x_NI.contiguous(), weight, ends_E, back=back)
-    if can_group(w_EIO):
-        return _product(x_NI, w_EIO, ends_E)
-    *rows, rest = _split(x_NI, ends_E)
-    products = [x @ w_IO for x, w_IO in zip(rows, w_EIO, strict=True)]
-    return torch.cat([*products, rest.new_zeros(rest.shape[0], w_EIO.shape[2])])
-
-
-def grouped_outer(
-    y_grad_NO: Tensor, x_NI: Tensor, ends_E: Tensor, product: Callable | None = None
-) -> Tensor:
-    """The gradient of each expert's weights ``(E, O, I)``; 0 for experts without rows."""
-    like = x_NI.new_empty(0, y_grad_NO.shape[1], x_NI.shape[1])
-    if product is None and (tile := _own_tile(like)):
-        return outer(launch, tile, y_grad_NO.contiguous(), x_NI.contiguous(), ends_E)
-    if product is None and not can_group(like):
-        pairs = zip(_split(y_grad_NO, ends_E)[:-1], _split(x_NI, ends_E)[:-1], strict=True)
-        return torch.stack([grad_nO.t() @ x_nI for grad_nO, x_nI in pairs])
-    gradient_EOI = (product or _product)(y_grad_NO.t(), x_NI, ends_E)
-    empty_E = ends_E.diff(prepend=ends_E.new_zeros(1)) == 0
-    return gradient_EOI.masked_fill_(empty_E.view(-1, 1, 1), 0)
-
-
-def _own_tile(weight: Tensor) -> int | None:
-    """The tile of our kernels, if they compute products of such weights."""
-    device, dtype = weight.device, weight.dtype
-    is_torchs = can_group(weight) and one_kernel(device, dtype)
-    return None if is_torchs or torch.compiler.is_compiling() else tile_of(device, dtype)
-
-
-def _split(x_N: Tensor, ends_E: Tensor) -> tuple[Tensor, ...]:
-    """The rows of each expert, and the padding rows."""
-    ends = [0, *ends_E.tolist(), len(x_N)]
-    return x_N.split([end - start for start, end in zip(ends, ends[1:])])
-
-
-def _product(x: Tensor, w: Tensor, ends_E: Tensor) -> Tensor:
-    if torch.compiler.is_compiling():
-        return _traced(x, w, ends_E)
-    return torch_features.grouped_mm(x, w, offs=ends_E)
-
-
-@torch.library.custom_op("smoe_fairseq::grouped_mm", mutates_args=())
-def _traced(x: Tensor, w: Tensor, ends_E: Tensor) -> Tensor:
-    return torch_features.grouped_mm(x, w, offs=ends_E)
-
-
-@_traced.register_fake
-def shape_of_product(x: Tensor, w: Tensor, offs: Tensor) -> Tensor:
-    """A tensor of the product's shape, without values."""
-    if w.dim() == 3:
-        return x.new_empty(x.shape[0], w.shape[2])
-    return x.new_empty(offs.shape[0], x.shape[0], w.shape[1])  # the gradient of weights
-
-
-def _save(ctx, inputs, output):
-    ctx.save_for_backward(*inputs)
-
-
-def _backward(ctx, grad_NO):
-    x_NI, w_EIO, ends_E = ctx.saved_tensors
-    # Only called while tracing, although torch 2.11 does not report that.
-    x_grad_NI = _traced(grad_NO, w_EIO.transpose(1, 2), ends_E)
-    w_grad_EOI = grouped_outer(grad_NO, x_NI, ends_E, _traced)
-    return x_grad_NI, w_grad_EOI.transpose(1, 2), None
-
-
-_traced.register_autograd(_backward, setup_context=_save)

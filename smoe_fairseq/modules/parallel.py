@@ -5,6 +5,7 @@ E experts.
 """
 
 import functools
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -98,6 +99,94 @@ def _groups(world: dist.ProcessGroup, world_size: int, size: int) -> list[dist.P
     return [dist.new_group(range(first, first + size)) for first in range(0, world_size, size)]
 
 
+class Here:
+    """The rows of a stratum where no expert is on another rank: they stay.
+
+    Args:
+        ends_E: the end of each expert's rows.
+        own: experts that no later gate sees, as the block numbers them.
+    """
+
+    def __init__(self, kept_C: Tensor, ends_E: Tensor, own: range):
+        self.ends, self.first, self.own = ends_E, own.start, own.stop - own.start
+
+    def there(self, x_ND: Tensor) -> Tensor:
+        """To the experts; also the gradient of `back`."""
+        return x_ND
+
+    back = there
+
+
+class Trip(Here):
+    """The rows of a stratum on their way to the ranks of their experts, and back.
+
+    One exchange of counts, for which the host waits, tells how many rows travel; it is collective. Rows that
+    arrive are sorted by sender and expert, and so are their ``ends``; ``first`` is the first expert of this
+    rank that may get some, and ``own`` the number of those that no later gate sees.
+
+    Args:
+        kept_C: copies for each expert of the block, of which rows are sorted by expert.
+    """
+
+    def __init__(self, placement: Placement, kept_C: Tensor, ends_E: Tensor | None, own: range):
+        self.group, ranks = placement.process_group(), placement.group_size
+        received_C = torch.empty_like(kept_C)
+        dist.all_to_all_single(received_C, kept_C, group=self.group)
+        numbers = torch.stack([kept_C, received_C]).view(2, ranks, placement.num_local).tolist()
+        self.sent, self.received = ([sum(row) for row in rows] for rows in numbers)
+        own = placement.local_indices(own)
+        self.first, self.own = own.start, own.stop - own.start
+        # No copies go to earlier experts.
+        self.numbers = [row[own.start :] for row in numbers[1]]
+        self.numbers_PE = received_C.view(ranks, placement.num_local)[:, own.start :]
+
+    @functools.cached_property
+    def ends(self) -> Tensor:
+        """The end of the rows of each sender and expert."""
+        return self.numbers_PE.flatten().cumsum(0, dtype=torch.int32)
+
+    def arrived(self) -> Copies:
+        """The rows that arrive as copies of one choice each; the last one is padding."""
+        sizes = [sum(column) for column in zip(*self.numbers, strict=True)]
+        row_N = torch.arange(sum(sizes) + 1, device=self.numbers_PE.device)
+        *pairs, padding = row_N.split([*itertools.chain(*self.numbers), 1])
+        by_expert = [row for e in range(len(sizes)) for row in pairs[e :: len(sizes)]]
+        copy_N = torch.cat([*by_expert, padding])
+        row_N1 = torch.empty_like(copy_N).scatter_(0, copy_N, row_N).unsqueeze(1)
+        plan, one_N1 = DispatchPlan(row_N1, copy_N, copy_N), torch.ones_like(row_N1).float()
+        own = range(self.first, self.first + self.own)
+        return Copies(None, one_N1, None, self.numbers_PE.sum(0), own, sizes, plan=plan)
+
+    def there(self, x_ND: Tensor) -> Tensor:
+        self.start(x_ND, back=False)
+        return self.wait()
+
+    def back(self, x_ND: Tensor) -> Tensor:
+        """From the experts; also the gradient of `there`."""
+        self.start(x_ND, back=True)
+        return self.wait()
+
+    def start(self, x_ND: Tensor, back: bool, padding: int = 0) -> Tensor:
+        """Starts the exchange of rows; returns the tensor that will hold the others' and rows of 0."""
+        sent, received = (self.received, self.sent) if back else (self.sent, self.received)
+        x_ND, rows = x_ND.contiguous(), sum(received)
+        y_ND = x_ND.new_empty(rows + padding, *x_ND.shape[1:])
+        if padding:
+            y_ND[rows:] = 0
+        self.rows = x_ND, y_ND  # keeps them alive during the exchange
+        self.work = dist.all_to_all_single(
+            y_ND[:rows], x_ND[: sum(sent)], received, sent, group=self.group, async_op=True
+        )
+        return y_ND
+
+    def wait(self) -> Tensor:
+        """Waits for the exchange; returns the rows."""
+        self.work.wait()
+        _, y_ND = self.rows
+        del self.work, self.rows
+        return y_ND
+
+
 def compute_over_ranks(
     placement: Placement,
     run: Callable,
@@ -110,58 +199,24 @@ def compute_over_ranks(
 
     Copies travel to their experts by all-to-all. ``branches`` are computed while the outputs travel back.
     Every rank of the group makes the same three collective calls, even without tokens: one exchange of
-    counts and two of rows, without padding. The host has to know the numbers of rows, so it waits for the
-    device once per stratum.
+    counts and two of rows, without padding.
     """
-    group, ranks = placement.process_group(), placement.group_size
     end = copies.own.start + len(copies.kept_E)
-    kept_E = F.pad(copies.kept_E, (copies.own.start, placement.num_experts - end))
-    to_send_PE = kept_E.view(ranks, placement.num_local)
-    received_PE = torch.empty_like(to_send_PE)
-    dist.all_to_all_single(received_PE, to_send_PE, group=group)
-    own = placement.local_indices(copies.own)
-    received_PE = received_PE[:, own.start :]  # no copies go to earlier experts
-    counts = torch.cat([to_send_PE.sum(1), received_PE.sum(1), received_PE.sum(0)]).tolist()
-    sent, received, sizes = counts[:ranks], counts[ranks : 2 * ranks], counts[2 * ranks :]
-
-    plan = DispatchPlan.of(copies, sum(sent) + 1)
+    kept_C = F.pad(copies.kept_E, (copies.own.start, placement.num_experts - end))
+    trip = Trip(placement, kept_C, None, copies.own)
+    plan = DispatchPlan.of(copies, sum(trip.sent) + 1)
     # Sent in the type of the computation, which may be half precision.
     rows_ND = plan.take(x_TD.to(weights[0].dtype))
-    arrived_ND, _ = exchange(rows_ND, sent, received, group)
-    arrived = received_copies(received_PE, sizes, own)
-    y_ND, weights = run(arrived_ND, arrived, weights)
-    y_ND, outputs = exchange(y_ND, received, sent, group, branches)
+    arrived_ND, _ = exchange(rows_ND, trip)
+    y_ND, weights = run(arrived_ND, trip.arrived(), weights)
+    y_ND, outputs = exchange(y_ND, trip, branches, back=True)
     return (plan.weighted_sum(y_ND, copies.weight_TK), weights), outputs
 
 
-def received_copies(received_PE: Tensor, sizes: list[int], own: range) -> Copies:
-    """The copies that arrived, sorted by sender and then by expert, and the padding row (no expert).
-
-    Args:
-        received_PE: number of copies by sender and expert.
-        sizes: ``received_PE.sum(0)`` on the host.
-    """
-    senders, experts = received_PE.shape
-    number_B, rows = received_PE.flatten(), sum(sizes)  # B: pairs of sender and expert
-    # Copies of the same expert from earlier senders, minus all copies before.
-    rank_B = (received_PE.cumsum(0) - received_PE).flatten() - (number_B.cumsum(0) - number_B)
-    expert_B = torch.arange(experts, device=number_B.device).repeat(senders)
-    of_B = torch.stack([expert_B, rank_B], 1)
-    of_N = of_B.repeat_interleave(number_B, 0, output_size=rows)
-    of_N = torch.cat([of_N, of_N.new_tensor([[experts, -rows]])])
-    expert_N1, rank_N1 = of_N.split(1, 1)
-    rank_N1 = rank_N1 + torch.arange(rows + 1, device=rank_N1.device).unsqueeze(1)
-    return Copies(expert_N1, None, rank_N1, received_PE.sum(0), own, sizes)
-
-
 def exchange(
-    x_ND: Tensor,
-    sent: list[int],
-    received: list[int],
-    group: dist.ProcessGroup,
-    meanwhile: Callable[[], Any] = lambda: None,
+    x_ND: Tensor, trip: Trip, meanwhile: Callable[[], Any] = lambda: None, back: bool = False
 ) -> tuple[Tensor, Any]:
-    """Exchange ``sent`` and ``received`` rows with each rank; gradients travel in the other direction.
+    """Rows travel there or ``back``, and their gradients in the other direction.
 
     torch's own differentiable exchange is deprecated, and its successor is not public.
 
@@ -171,49 +226,22 @@ def exchange(
     Returns:
         The received rows, followed by a padding row of 0, and the result of ``meanwhile``.
     """
-    transfer = AsyncAllToAll(group, sent, received)
-    y_ND = Send.apply(x_ND, transfer)
+    y_ND = Send.apply(x_ND, trip, back)
     result = meanwhile()
-    return Receive.apply(y_ND, transfer), result
-
-
-class AsyncAllToAll:
-    """An asynchronous exchange of rows or their gradients between the ranks of ``group``."""
-
-    def __init__(self, group: dist.ProcessGroup, sent: list[int], received: list[int]):
-        self.group, self.sent, self.received = group, sent, received
-
-    def start(self, x_ND: Tensor, back: bool = False) -> Tensor:
-        """Starts the exchange; returns the tensor that will hold the received rows."""
-        sent, received = (self.received, self.sent) if back else (self.sent, self.received)
-        x_ND = x_ND.contiguous()
-        y_ND = x_ND.new_empty(sum(received) + 1, *x_ND.shape[1:])
-        y_ND[-1] = 0
-        self.rows = x_ND, y_ND  # keeps them alive during the exchange
-        self.work = dist.all_to_all_single(
-            y_ND[:-1], x_ND[:-1], received, sent, group=self.group, async_op=True
-        )
-        return y_ND
-
-    def wait(self) -> Tensor:
-        """Waits for the exchange; returns the rows."""
-        self.work.wait()
-        _, y_ND = self.rows
-        del self.work, self.rows
-        return y_ND
+    return Receive.apply(y_ND, trip, back), result
 
 
 class Send(torch.autograd.Function):
     """Forward, rows are sent. Backward, their gradients are received."""
 
     @staticmethod
-    def forward(ctx, x_ND: Tensor, transfer: AsyncAllToAll) -> Tensor:
-        ctx.transfer = transfer
-        return transfer.start(x_ND)
+    def forward(ctx, x_ND: Tensor, trip: Trip, back: bool) -> Tensor:
+        ctx.trip = trip
+        return trip.start(x_ND, back, padding=1)
 
     @staticmethod
     def backward(ctx, _):
-        return ctx.transfer.wait(), None
+        return ctx.trip.wait(), None, None
 
 
 class Receive(torch.autograd.Function):
@@ -223,12 +251,12 @@ class Receive(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, y_ND: Tensor, transfer: AsyncAllToAll) -> Tensor:
-        ctx.transfer = transfer
-        transfer.wait()
+    def forward(ctx, y_ND: Tensor, trip: Trip, back: bool) -> Tensor:
+        ctx.trip, ctx.back = trip, back
+        trip.wait()
         return y_ND
 
     @staticmethod
     def backward(ctx, grad_ND: Tensor):
-        ctx.transfer.start(grad_ND, back=True)
-        return grad_ND, None  # a placeholder; `Send.backward` returns the received gradients
+        ctx.trip.start(grad_ND, not ctx.back, padding=1)
+        return grad_ND, None, None  # a placeholder; `Send.backward` returns the received gradients

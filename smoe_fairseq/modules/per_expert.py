@@ -46,7 +46,8 @@ class PerExpert:
     def sort_by_expert(copies: Copies) -> tuple[Tensor, list[int]]:
         """The copy in each row ``(N,)``, sorted by expert, and the number of rows per expert."""
         sizes = copies.kept_E.tolist() if copies.sizes is None else copies.sizes
-        return DispatchPlan.of(copies, sum(sizes) + 1).copy_N[:-1], sizes
+        plan = copies.plan or DispatchPlan.of(copies, sum(sizes) + 1)
+        return plan.copy_N[:-1], sizes
 
     def by_expert(
         self, x_ND: Tensor, sizes: list[int], weights: Weights
@@ -81,21 +82,18 @@ class ExpertSum(torch.autograd.Function):
     def forward(ctx, x_TD, weight_TK, w1, b1, w2, b2, layout, hidden, *parameters):
         copy_N, sizes, own = layout
         ctx.set_materialize_grads(False)
-        if weight_TK is None:
-            token_N, weight_N1 = copy_N, None
-        else:
-            token_N = copy_N // weight_TK.shape[1]
-            weight_N1 = weight_TK.reshape(-1).index_select(0, copy_N).unsqueeze(1)
+        token_N = copy_N // weight_TK.shape[1]
+        weight_N1 = weight_TK.reshape(-1).index_select(0, copy_N).unsqueeze(1)
         y_TD, kept = torch.zeros_like(x_TD), []
         for e, token_n, weight_n1 in _busy(own.start, sizes, token_N, weight_N1):
             h_nF = F.linear(x_TD.index_select(0, token_n), w1[e], b1[e])
             h_nF, saved = hidden.forward(h_nF)
             y_nD = F.linear(h_nF, w2[e], b2[e])
-            y_TD.index_add_(0, token_n, y_nD if weight_n1 is None else y_nD.mul_(weight_n1))
+            y_TD.index_add_(0, token_n, y_nD.mul_(weight_n1))
             kept += saved
         ctx.save_for_backward(x_TD, w1, b1, w2, b2, copy_N, token_N, weight_N1, *kept)
         ctx.sizes, ctx.own, ctx.hidden = sizes, own, hidden
-        ctx.shape_TK = None if weight_TK is None else weight_TK.shape
+        ctx.shape_TK = weight_TK.shape
         return y_TD, *(w.view_as(w) for w in (w1, b1, w2, b2))
 
     @staticmethod
@@ -114,27 +112,21 @@ class ExpertSum(torch.autograd.Function):
             y_grad_nD, x_nD = grad_TD.index_select(0, token_n), x_TD.index_select(0, token_n)
             h_nF, backward = ctx.hidden.recompute(*next(saved))
             h_grad_nF = y_grad_nD @ w2[e]
-            if weight_n1 is not None:
-                # <g, W h + b> = <W' g, h> + <g, b>, which does not need the unscaled output.
-                weight_grads.append(torch.linalg.vecdot(h_grad_nF, h_nF).addmv_(y_grad_nD, b2[e]))
-                # Scale the smaller factors (n, D) in place of the gradient of h (n, F).
-                y_grad_nD.mul_(weight_n1)
-                x_nD.mul_(weight_n1)
+            # <g, W h + b> = <W' g, h> + <g, b>, which does not need the unscaled output.
+            weight_grads.append(torch.linalg.vecdot(h_grad_nF, h_nF).addmv_(y_grad_nD, b2[e]))
+            # Scale the smaller factors (n, D) in place of the gradient of h (n, F).
+            y_grad_nD.mul_(weight_n1)
+            x_nD.mul_(weight_n1)
             if trains:
                 buffer.add(e, 2, y_grad_nD, h_nF, None)
             h_grad_nF, *of_parameters = backward(h_grad_nF, weight_n1)
             if trains:
                 buffer.add(e, 0, h_grad_nF, x_nD, weight_n1)
-            x_grad_nD = h_grad_nF @ w1[e]
-            if weight_n1 is not None:
-                x_grad_nD.mul_(weight_n1)
-            x_grad_TD.index_add_(0, token_n, x_grad_nD)
+            x_grad_TD.index_add_(0, token_n, (h_grad_nF @ w1[e]).mul_(weight_n1))
             parameter_grads = [a + b for a, b in zip(parameter_grads, of_parameters, strict=True)]
-        weight_grad_TK = None
-        if ctx.shape_TK is not None:
-            weight_grad_TK = weight_N1.new_zeros(ctx.shape_TK)
-            if weight_grads:
-                weight_grad_TK.view(-1)[copy_N] = torch.cat(weight_grads).to(weight_N1.dtype)
+        weight_grad_TK = weight_N1.new_zeros(ctx.shape_TK)
+        if weight_grads:
+            weight_grad_TK.view(-1)[copy_N] = torch.cat(weight_grads).to(weight_N1.dtype)
         sums = buffer.sums if trains else [None] * 4
         return x_grad_TD, weight_grad_TK, *sums, None, None, *parameter_grads
 
@@ -180,14 +172,11 @@ class Gradients:
             bias_O1.addmm_(y_grad_nO.t(), scale_n1)
 
 
-def _busy(
-    first: int, sizes: list[int], token_N: Tensor, weight_N1: Tensor | None
-) -> Iterator[tuple]:
+def _busy(first: int, sizes: list[int], token_N: Tensor, weight_N1: Tensor) -> Iterator[tuple]:
     """Each expert that has rows, with their tokens and weights; ``first`` is the number of the first."""
-    weights = [None] * len(sizes) if weight_N1 is None else weight_N1.split(sizes)
-    for e, tokens_and_weights in enumerate(zip(token_N.split(sizes), weights, strict=True)):
+    for e, parts in enumerate(zip(token_N.split(sizes), weight_N1.split(sizes), strict=True)):
         if sizes[e]:
-            yield first + e, *tokens_and_weights
+            yield first + e, *parts
 
 
 def refuse_second_derivative() -> None:

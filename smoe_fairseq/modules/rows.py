@@ -16,13 +16,14 @@ _BEYOND = 1 << 40
 class Copies(NamedTuple):
     """The copies of T tokens for the E experts that a gate sees, numbered from 0."""
 
-    expert_TK: Tensor  # E for a copy without an expert
-    weight_TK: Tensor | None  # at least float32, 0 for a copy without an expert; None: all are 1
-    rank_TK: Tensor  # number of earlier copies for the same expert
+    expert_TK: Tensor | None  # E for a copy without an expert
+    weight_TK: Tensor  # at least float32, 0 for a copy without an expert
+    rank_TK: Tensor | None  # number of earlier copies for the same expert
     kept_E: Tensor  # copies per expert
     own: range  # experts that no later gate sees, as the block numbers them
     sizes: list[int] | None = None  # `kept_E` on the host, if known
     most: int | None = None  # number of copies at most; None: T K, 0: far fewer, to be read
+    plan: "DispatchPlan | None" = None  # if known; else made of experts and ranks
 
 
 class DispatchPlan(NamedTuple):
@@ -47,11 +48,10 @@ class DispatchPlan(NamedTuple):
         """``(N, D)``: the values of each row's token."""
         return MoveRows.apply(x_TD, self.token_N, self.row_TK, False)
 
-    def weighted_sum(self, y_ND: Tensor, weight_TK: Tensor | None) -> Tensor:
+    def weighted_sum(self, y_ND: Tensor, weight_TK: Tensor) -> Tensor:
         """``sum_k weight[t, k] y[row[t, k]]`` of each token, ``(T, D)`` (paper, eq. 3)."""
-        if weight_TK is not None:
-            column, row = weight_TK.reshape(-1, 1), self.row_TK.reshape(-1, 1)
-            y_ND = (y_ND * MoveRows.apply(column, self.copy_N, row, False)).to(y_ND.dtype)
+        column, row = weight_TK.reshape(-1, 1), self.row_TK.reshape(-1, 1)
+        y_ND = (y_ND * MoveRows.apply(column, self.copy_N, row, False)).to(y_ND.dtype)
         return MoveRows.apply(y_ND, self.token_N, self.row_TK, True)
 
 

@@ -29,7 +29,7 @@ def activated(
 @triton.jit(do_not_specialize=["stratum", "E", "first"])
 def activate(
     h, bias, ends, seed, stratum, E, first,
-    F: tl.constexpr, DROPOUT: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_N: tl.constexpr,
+    F: tl.constexpr, INNER_DROPOUT: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_F: tl.constexpr,
 ):  # fmt: skip
     """``dropout(relu(h + bias))`` in place."""
@@ -42,7 +42,7 @@ def activate(
         expert = first + _expert_of(row, ends, E, BLOCK_E)
         at = row.to(tl.int64)[:, None] * F + f[None, :]
         x = tl.load(h + at, inside, 0.0).to(tl.float32)
-        x = activated(x, bias, expert, row, f, inside, seed, stratum, F, DROPOUT)
+        x = activated(x, bias, expert, row, f, inside, seed, stratum, F, INNER_DROPOUT)
         tl.store(h + at, x, inside)
 
 
@@ -55,14 +55,26 @@ def _dropped(x, seed, stratum, t, d, D: tl.constexpr, DROPOUT: tl.constexpr):
     return x
 
 
+@triton.jit
+def _output(outputs, bias, place, expert, d, has, D: tl.constexpr, BIAS: tl.constexpr):
+    """Columns ``d`` of the experts' outputs at these places, with their bias."""
+    out = tl.load(outputs + place, has, 0.0).to(tl.float32)
+    if BIAS:
+        out += tl.load(bias + expert[:, None] * D + d[None, :], has, 0.0).to(tl.float32)
+    return out
+
+
 @triton.jit(do_not_specialize=["tokens", "stratum", "first"])
 def combine(
     x, outputs, bias, seed, positions, choices, rows, weights, stack, y,
     tokens, stratum, first,
-    D: tl.constexpr, K: tl.constexpr, STRATA: tl.constexpr, FIRST: tl.constexpr,
+    D: tl.constexpr, K: tl.constexpr, STRATA: tl.constexpr, FIRST: tl.constexpr, BIAS: tl.constexpr,
     DROPOUT: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
-    """``x + dropout(sum_k weight (output + bias))``, written to the next stratum's input or to the output."""
+    """``x + dropout(sum_k weight (output + bias))``, written to the next stratum's input or to the output.
+
+    Without ``BIAS`` the outputs contain it.
+    """
     t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     inside = t < tokens
     at = stratum * tokens + t
@@ -84,9 +96,8 @@ def combine(
             weight = tl.load(weights + at * K + k, inside, 0.0)
             expert = first + tl.load(choices + at * K + k, inside, 0)
             has = (row >= 0)[:, None] & (d < D)[None, :]
-            out = tl.load(outputs + row.to(tl.int64)[:, None] * D + d[None, :], has, 0.0)
-            own = tl.load(bias + expert[:, None] * D + d[None, :], has, 0.0)
-            out = out.to(tl.float32) + own.to(tl.float32)
+            place = row.to(tl.int64)[:, None] * D + d[None, :]
+            out = _output(outputs, bias, place, expert, d, has, D, BIAS)
             sum_TD += tl.where(has, weight[:, None] * out, 0.0)
         sum_TD = _dropped(sum_TD, seed, stratum, t, d, D, DROPOUT)
         real = live_or_padding[:, None] & (d < D)[None, :]
@@ -126,8 +137,9 @@ def spread(
     grad_outputs, grad_logits,
     tokens, stratum, E, first,
     D: tl.constexpr, K: tl.constexpr, COLUMNS: tl.constexpr, STRATA: tl.constexpr,
-    DROPOUT: tl.constexpr, NORMALIZE: tl.constexpr, BALANCE: tl.constexpr, Z: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_T: tl.constexpr,
+    BIAS: tl.constexpr, DROPOUT: tl.constexpr, NORMALIZE: tl.constexpr, BALANCE: tl.constexpr,
+    Z: tl.constexpr,
+    SPREAD_D: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
     """The backward pass of `combine`, and the gradient of the logits from the weights and the losses."""
     t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
@@ -138,8 +150,8 @@ def spread(
     goes = tl.load(positions + at + tokens, inside, STRATA)
     leaves, stays = live & (goes == STRATA), live & (goes < STRATA)
     grad_weight = tl.zeros([BLOCK_T, BLOCK_K], tl.float32)
-    for start in range(0, D, BLOCK_D):
-        d = start + tl.arange(0, BLOCK_D)
+    for start in range(0, D, SPREAD_D):
+        d = start + tl.arange(0, SPREAD_D)
         g = _gradient(grad_y, grad_x, t, d, leaves, stays, D)
         g = _dropped(g, seed, stratum, t, d, D, DROPOUT)
         for i in tl.static_range(K):
@@ -148,8 +160,7 @@ def spread(
             expert = first + tl.load(choices + at * K + i, inside, 0)
             has = (row >= 0)[:, None] & (d < D)[None, :]
             place = row.to(tl.int64)[:, None] * D + d[None, :]
-            out = tl.load(outputs + place, has, 0.0).to(tl.float32)
-            out += tl.load(bias + expert[:, None] * D + d[None, :], has, 0.0).to(tl.float32)
+            out = _output(outputs, bias, place, expert, d, has, D, BIAS)
             tl.store(grad_outputs + place, weight[:, None] * g, has)
             grad_weight += tl.where((k == i)[None, :], tl.sum(g * out, 1)[:, None], 0.0)
 
@@ -228,116 +239,129 @@ def _sum_of_gate(
 
 @triton.jit
 def _sum_of_outputs(
-    grad_outputs, to, begin, end, d, is_new,
+    grad_outputs, ends, to, e, held, ranks, part, splits, d, is_new,
     D: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Columns ``d`` of the gradient of an expert's second bias."""
+    """Columns ``d`` of the gradient of an expert's second bias, from a part of each rank's rows."""
     sum_C = tl.zeros([BLOCK_C], tl.float32)
-    for start in range(begin, end, BLOCK_N):
-        row = start + tl.arange(0, BLOCK_N)
-        inside = (row < end)[:, None] & (d < D)[None, :]
-        g = tl.load(grad_outputs + row.to(tl.int64)[:, None] * D + d[None, :], inside, 0.0)
-        sum_C += tl.sum(g.to(tl.float32), 0)
+    for rank in range(ranks):
+        begin, end = _bounds(ends, rank * held + e, part, splits)
+        for start in range(begin, end, BLOCK_N):
+            row = start + tl.arange(0, BLOCK_N)
+            inside = (row < end)[:, None] & (d < D)[None, :]
+            g = tl.load(grad_outputs + row.to(tl.int64)[:, None] * D + d[None, :], inside, 0.0)
+            sum_C += tl.sum(g.to(tl.float32), 0)
     _add(to + d, sum_C, d < D, is_new)
 
 
 @triton.jit
 def _sum_of_hidden(
-    grad_hidden, hidden, to, begin, end, f, is_new,
+    grad_hidden, hidden, ends, to, e, held, ranks, part, splits, f, is_new,
     F: tl.constexpr, DROPOUT: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Columns ``f`` of the gradient of an expert's first bias; the backward pass of `activate`, in place."""
     sum_C = tl.zeros([BLOCK_C], tl.float32)
-    for start in range(begin, end, BLOCK_N):
-        row = start + tl.arange(0, BLOCK_N)
-        inside = (row < end)[:, None] & (f < F)[None, :]
-        at = row.to(tl.int64)[:, None] * F + f[None, :]
-        g = tl.load(grad_hidden + at, inside, 0.0).to(tl.float32)
-        a = tl.load(hidden + at, inside, 0.0)
-        g = tl.where(a.to(tl.float32) <= 0, 0.0, g / (1 - DROPOUT)).to(a.dtype)
-        tl.store(grad_hidden + at, g, inside)
-        sum_C += tl.sum(g.to(tl.float32), 0)
+    for rank in range(ranks):
+        begin, end = _bounds(ends, rank * held + e, part, splits)
+        for start in range(begin, end, BLOCK_N):
+            row = start + tl.arange(0, BLOCK_N)
+            inside = (row < end)[:, None] & (f < F)[None, :]
+            at = row.to(tl.int64)[:, None] * F + f[None, :]
+            g = tl.load(grad_hidden + at, inside, 0.0).to(tl.float32)
+            a = tl.load(hidden + at, inside, 0.0)
+            g = tl.where(a.to(tl.float32) <= 0, 0.0, g / (1 - DROPOUT)).to(a.dtype)
+            tl.store(grad_hidden + at, g, inside)
+            sum_C += tl.sum(g.to(tl.float32), 0)
     _add(to + f, sum_C, f < F, is_new)
 
 
-@triton.jit(do_not_specialize=["tokens", "stratum", "E", "first", "own", "gate", "splits"])
+@triton.jit(
+    do_not_specialize=["tokens", "stratum", "E", "first", "held", "ranks", "own", "gate", "splits"]
+)
 def sums(
     x, grad_hidden, hidden, grad_outputs, grad_logits, norm_weight, norm_bias, positions, moments, ends,
-    parts, splits, tokens, stratum, E, first, own, gate,
-    D: tl.constexpr, F: tl.constexpr, COLUMNS: tl.constexpr, SIZE: tl.constexpr,
-    FIRST: tl.constexpr, ROUND: tl.constexpr, EXACT: tl.constexpr, DROPOUT: tl.constexpr,
-    BLOCK_E: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_N: tl.constexpr,
+    parts, splits, tokens, stratum, E, first, held, ranks, own, gate,
+    D: tl.constexpr, F: tl.constexpr, COLUMNS: tl.constexpr, HELD: tl.constexpr, SIZE: tl.constexpr,
+    FIRST: tl.constexpr, ROUND: tl.constexpr, EXACT: tl.constexpr, INNER_DROPOUT: tl.constexpr,
+    BLOCK_E: tl.constexpr, SUMS_C: tl.constexpr, SUMS_N: tl.constexpr,
 ):  # fmt: skip
     """Gradients that are sums over rows or tokens: each program sums one part of them, in a block of columns.
 
-    A row of ``parts (S, SIZE)`` holds the gradients of b1 (C, F), b2 (C, D) and each gate's weights.
+    A row of ``parts (S, SIZE)`` holds the gradients of b1 (HELD, F), b2 (HELD, D) and each gate's weights.
     """
-    program, lane = tl.program_id(0), tl.arange(0, BLOCK_C)
-    across, wide = tl.cdiv(D, BLOCK_C), tl.cdiv(F, BLOCK_C)
-    gates, seconds = across * splits, E * across * splits
+    program, lane = tl.program_id(0), tl.arange(0, SUMS_C)
+    across, wide = tl.cdiv(D, SUMS_C), tl.cdiv(F, SUMS_C)
+    gates, seconds = across * splits, held * across * splits
     if program < gates:
-        part, d = program // across, program % across * BLOCK_C + lane
-        to = parts + part * SIZE + COLUMNS * (F + D) + gate * D
+        part, d = program // across, program % across * SUMS_C + lane
+        to = parts + part * SIZE + HELD * (F + D) + gate * D
         _sum_of_gate(
             x, grad_logits, norm_weight, norm_bias, positions, moments, to, part, splits, d,
             tokens, stratum, E,
-            D, COLUMNS, FIRST, ROUND, EXACT, BLOCK_E, BLOCK_C, BLOCK_N,
+            D, COLUMNS, FIRST, ROUND, EXACT, BLOCK_E, SUMS_C, SUMS_N,
         )  # fmt: skip
     elif program < gates + seconds:
         unit = (program - gates) // across
-        begin, end = _bounds(ends, unit // splits, unit % splits, splits)
-        to = parts + unit % splits * SIZE + COLUMNS * F + (first + unit // splits) * D
-        d = (program - gates) % across * BLOCK_C + lane
-        is_new = unit // splits < own
-        _sum_of_outputs(grad_outputs, to, begin, end, d, is_new, D, BLOCK_C, BLOCK_N)
+        e, part = unit // splits, unit % splits
+        to = parts + part * SIZE + HELD * F + (first + e) * D
+        d = (program - gates) % across * SUMS_C + lane
+        _sum_of_outputs(
+            grad_outputs, ends, to, e, held, ranks, part, splits, d, e < own, D, SUMS_C, SUMS_N
+        )
     else:
         unit = (program - gates - seconds) // wide
-        begin, end = _bounds(ends, unit // splits, unit % splits, splits)
-        to = parts + unit % splits * SIZE + (first + unit // splits) * F
-        f = (program - gates - seconds) % wide * BLOCK_C + lane
-        is_new = unit // splits < own
-        _sum_of_hidden(grad_hidden, hidden, to, begin, end, f, is_new, F, DROPOUT, BLOCK_C, BLOCK_N)
+        e, part = unit // splits, unit % splits
+        to = parts + part * SIZE + (first + e) * F
+        f = (program - gates - seconds) % wide * SUMS_C + lane
+        _sum_of_hidden(
+            grad_hidden, hidden, ends, to, e, held, ranks, part, splits, f, e < own,
+            F, INNER_DROPOUT, SUMS_C, SUMS_N,
+        )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["own"])
+@triton.jit(do_not_specialize=["held", "ranks", "own"])
 def settle(
-    grad_w1, grad_w2, later_w1, later_w2, ends, own, SIZE: tl.constexpr, BLOCK: tl.constexpr
-):
+    grad_w1, grad_w2, later_w1, later_w2, ends, held, ranks, own,
+    WEIGHTS: tl.constexpr, SETTLED: tl.constexpr,
+):  # fmt: skip
     """Sets the weights' gradients of experts without rows to 0, and adds those of later strata."""
     e, block = tl.program_id(0), tl.program_id(1)
-    rows = tl.load(ends + e) - tl.load(ends + e - 1, e > 0, 0)
+    rows = 0
+    for rank in range(ranks):
+        at = ends + rank * held + e
+        rows += tl.load(at) - tl.load(at - 1, rank * held + e > 0, 0)
     if (rows == 0) | (e >= own):
-        i = block * BLOCK + tl.arange(0, BLOCK)
-        at, has = e.to(tl.int64) * SIZE + i, i < tl.where(rows > 0, SIZE, 0)
-        before = (e - own).to(tl.int64) * SIZE + i
-        later = i < tl.where(e >= own, SIZE, 0)
+        i = block * SETTLED + tl.arange(0, SETTLED)
+        at, has = e.to(tl.int64) * WEIGHTS + i, i < tl.where(rows > 0, WEIGHTS, 0)
+        before = (e - own).to(tl.int64) * WEIGHTS + i
+        later = i < tl.where(e >= own, WEIGHTS, 0)
         g = tl.load(grad_w1 + at, has, 0.0).to(tl.float32)
         g += tl.load(later_w1 + before, later, 0.0).to(tl.float32)
-        tl.store(grad_w1 + at, g, i < SIZE)
+        tl.store(grad_w1 + at, g, i < WEIGHTS)
         g = tl.load(grad_w2 + at, has, 0.0).to(tl.float32)
         g += tl.load(later_w2 + before, later, 0.0).to(tl.float32)
-        tl.store(grad_w2 + at, g, i < SIZE)
+        tl.store(grad_w2 + at, g, i < WEIGHTS)
 
 
 @triton.jit(do_not_specialize=["tokens", "stratum", "E"])
 def collect(
-    x, grad_y, grad_x, grad_copies, grad_logits, norm_weight, gate_weight, positions, moments, rows, parts,
-    tokens, stratum, E,
+    x, grad_y, grad_x, grad_copies, grad_logits, norm_weight, gate_weight, positions, moments, rows,
+    norm_parts, tokens, stratum, E,
     D: tl.constexpr, K: tl.constexpr, COLUMNS: tl.constexpr, STRATA: tl.constexpr,
-    FIRST: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_T: tl.constexpr,
+    FIRST: tl.constexpr, WIDE_D: tl.constexpr, FEW_T: tl.constexpr,
 ):  # fmt: skip
     """The gradients of a stratum's tokens, from their copies and logits, and of the layer norm.
 
-    A row of ``parts`` holds the gradients of each layer norm's weight and bias.
+    A row of ``norm_parts`` holds the gradients of each layer norm's weight and bias.
     """
     program, programs = tl.program_id(0), tl.num_programs(0)
-    d = tl.arange(0, BLOCK_D)
+    d = tl.arange(0, WIDE_D)
     fits = (d < D)[None, :]
     weight = tl.load(norm_weight + d, d < D, 0.0).to(tl.float32)
-    grad_weight = tl.zeros([BLOCK_D], tl.float32)
-    grad_bias = tl.zeros([BLOCK_D], tl.float32)
-    for block in range(program, tl.cdiv(tokens, BLOCK_T), programs):
-        t = block * BLOCK_T + tl.arange(0, BLOCK_T)
+    grad_weight = tl.zeros([WIDE_D], tl.float32)
+    grad_bias = tl.zeros([WIDE_D], tl.float32)
+    for block in range(program, tl.cdiv(tokens, FEW_T), programs):
+        t = block * FEW_T + tl.arange(0, FEW_T)
         inside = t < tokens
         at = stratum * tokens + t
         live = tl.load(positions + at, inside, -1) == stratum
@@ -345,7 +369,7 @@ def collect(
         leaves, stays = live & (goes == STRATA), live & (goes < STRATA)
         if FIRST:
             leaves = inside & (goes == STRATA)  # padding too
-        grad = tl.zeros([BLOCK_T, BLOCK_D], tl.float32)
+        grad = tl.zeros([FEW_T, WIDE_D], tl.float32)
         for start in range(0, E, 4):
             for i in tl.static_range(4):
                 e = start + i
@@ -371,6 +395,6 @@ def collect(
         grad += _gradient(grad_y, grad_x, t, d, leaves, stays, D)
         to = grad_x + t.to(tl.int64)[:, None] * D + d[None, :]
         tl.store(to, grad, (inside if FIRST else live)[:, None] & fits)
-    to = parts + (program * STRATA + stratum) * 2 * D + d
+    to = norm_parts + (program * STRATA + stratum) * 2 * D + d
     tl.store(to, grad_weight, d < D)
     tl.store(to + D, grad_bias, d < D)

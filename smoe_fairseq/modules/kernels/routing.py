@@ -77,7 +77,7 @@ def route(
     EPS: tl.constexpr, D: tl.constexpr, K: tl.constexpr, COLUMNS: tl.constexpr,
     STRATA: tl.constexpr, FIRST: tl.constexpr, PADDED: tl.constexpr, ROUND: tl.constexpr, EXACT: tl.constexpr,
     POLICY: tl.constexpr, BEFORE: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_T: tl.constexpr,
+    GATE_D: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
     """Layer norm, logits, each token's choices, and the number of choices per expert and block of tokens.
 
@@ -97,12 +97,12 @@ def route(
     else:
         live = tl.load(positions + at, inside, -1) == stratum
         rows = x + (at - tokens).to(tl.int64) * D
-    mean, scale = _moments(rows, live, EPS, D, BLOCK_D)
+    mean, scale = _moments(rows, live, EPS, D, GATE_D)
     tl.store(moments + at * 2, mean, live)
     tl.store(moments + at * 2 + 1, scale, live)
     x_TE = tl.zeros([BLOCK_T, BLOCK_E], tl.float32)
-    for start in range(0, D, BLOCK_D):
-        d = start + tl.arange(0, BLOCK_D)
+    for start in range(0, D, GATE_D):
+        d = start + tl.arange(0, GATE_D)
         h = normed(rows, d, live, mean, scale, norm_weight, norm_bias, D, ROUND)
         seen = (d < D)[:, None] & (e < E)[None, :]
         w = tl.load(gate_weight + e[None, :] * D + d[:, None], seen, 0.0)
@@ -153,15 +153,15 @@ def route(
 @triton.jit(do_not_specialize=["blocks", "stratum"])
 def scan(
     counts, sums, totals, means, blocks, stratum,
-    K: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
+    K: tl.constexpr, COLUMNS: tl.constexpr, SCANNED: tl.constexpr,
 ):  # fmt: skip
     """Replaces an expert's counts by the number of copies before each block, and adds up the sums."""
-    e, lane = tl.program_id(0), tl.arange(0, BLOCK)
+    e, lane = tl.program_id(0), tl.arange(0, SCANNED)
     if e < tl.num_programs(0) - 1:
         before = tl.zeros([1], tl.int32)
         for k in tl.static_range(K):
             first = before
-            for start in range(0, blocks, BLOCK):
+            for start in range(0, blocks, SCANNED):
                 at = counts + (k * blocks + start + lane) * COLUMNS + e
                 inside = start + lane < blocks
                 number = tl.load(at, inside, 0)
@@ -172,7 +172,7 @@ def scan(
     else:
         column = e * 0 + COLUMNS
     total = tl.zeros([1], tl.float32)
-    for start in range(0, blocks, BLOCK):
+    for start in range(0, blocks, SCANNED):
         at = sums + (start + lane) * (COLUMNS + 1) + column
         total += tl.sum(tl.load(at, start + lane < blocks, 0.0), 0)
     tl.store(means + stratum * (COLUMNS + 1) + column + tl.arange(0, 1), total)
@@ -181,14 +181,17 @@ def scan(
 @triton.jit(do_not_specialize=["tokens", "stratum", "E", "first"])
 def dispatch(
     x, norm_weight, norm_bias, stratum_of_expert, moments, choices, counts, totals, means,
-    positions, weights, rows, ends, copies, requested, dropped, numbers, balance, z_loss,
+    positions, weights, rows, ends, kept, copies, requested, dropped, numbers, balance, z_loss,
     tokens, stratum, E, first,
     D: tl.constexpr, K: tl.constexpr, COLUMNS: tl.constexpr, STRATA: tl.constexpr,
     FIRST: tl.constexpr, ROUND: tl.constexpr, LIMIT: tl.constexpr, OVER: tl.constexpr,
     NORMALIZE: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
-    """Applies capacity and writes rows by expert, weights, next strata and statistics."""
+    """Applies capacity and writes rows by expert, weights, next strata and statistics.
+
+    ``kept`` are the numbers of copies of all experts, also of those that the gate does not see.
+    """
     block, blocks = tl.program_id(0), tl.num_programs(0)
     t = block * BLOCK_T + tl.arange(0, BLOCK_T)
     e, k = tl.arange(0, BLOCK_E), tl.arange(0, BLOCK_K)
@@ -212,24 +215,24 @@ def dispatch(
     same = (choice[:, None, :] == other[None, :, :]) & (other >= 0)[None, :, :]
     same = same & (other_t[None, :] < t[:, None])[:, :, None]
     place += tl.sum(same.to(tl.int32), 1)
-    kept = valid & (place < most)
-    row = tl.where(kept, _of_expert(end_E - kept_E, choice, BLOCK_E) + place, -1)
-    kept = kept & (row < tokens * K)
-    row = tl.where(kept, row, -1)
+    fits = valid & (place < most)
+    row = tl.where(fits, _of_expert(end_E - kept_E, choice, BLOCK_E) + place, -1)
+    fits = fits & (row < tokens * K)
+    row = tl.where(fits, row, -1)
     tl.store(rows + mine, row, live[:, None] & (k < K)[None, :])
 
     weight = tl.load(weights + mine, live[:, None] & (k < K)[None, :], 0.0)
     if NORMALIZE == "after-drop":
-        weight = tl.where(kept, weight, 0.0)
+        weight = tl.where(fits, weight, 0.0)
     if NORMALIZE != "none":
         weight = weight / tl.maximum(tl.sum(weight, 1), 1.1920929e-07)[:, None]
-    tl.store(weights + mine, tl.where(kept, weight, 0.0), live[:, None] & (k < K)[None, :])
+    tl.store(weights + mine, tl.where(fits, weight, 0.0), live[:, None] & (k < K)[None, :])
 
     best = _column(tl.load(choices + mine, live[:, None] & (k < K)[None, :], 0), 0, BLOCK_K)
     seen = live & (best >= 0) & (best < E)
     goes = tl.load(stratum_of_expert + first + best, seen, STRATA - 1).to(tl.int32) + 1
     tl.store(positions + at + tokens, tl.where(live, goes, position), inside)
-    lost = (valid & ~kept).to(tl.int64)
+    lost = (valid & ~fits).to(tl.int64)
     own = t[:, None] * K + k[None, :]
     real = inside[:, None] & (k < K)[None, :]
     if FIRST:
@@ -255,6 +258,8 @@ def dispatch(
 
     if block == 0:
         tl.store(ends + e, end_E, e < E)
+        tl.store(kept + e, 0, e < first)
+        tl.store(kept + first + e, kept_E.to(tl.int64), e < E)
         first_E = tl.sum(tl.where((k == 0)[:, None], total_KE, 0), 0)
         prob_E = tl.load(means + stratum * (COLUMNS + 1) + e, e < E, 0.0)
         square = tl.load(means + stratum * (COLUMNS + 1) + COLUMNS)
