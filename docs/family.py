@@ -12,10 +12,10 @@ from argparse import ArgumentParser
 from pathlib import Path
 
 from smoe_fairseq.errors import quietly
-from smoe_fairseq.recipes.config_files import config_folder
 from smoe_fairseq.recipes.datasets import load_dataset
 from smoe_fairseq.recipes.methods import method_flags
 from smoe_fairseq.recipes.program_flags import arguments
+from smoe_fairseq.recipes.settings import Settings
 
 PAGE = Path(__file__).with_suffix(".md")
 TIMES = Path(__file__).parents[1] / "benchmarks/results/methods.json"
@@ -29,7 +29,7 @@ TOKENS, SENTENCES = 1024, 32
 def methods() -> dict[str, tuple[str, str]]:
     """The family's or method's name, and its purpose in a sentence, by method."""
     found = {}
-    for file in sorted((config_folder() / "methods").glob("*.yaml")):
+    for file in sorted((Settings.read().config_dir / "methods").glob("*.yaml")):
         text = file.read_text("utf-8")
         purpose = text.partition("\n")[0].strip("#. ")
         is_family = re.search(r"\{(strata|layers)\}", text)

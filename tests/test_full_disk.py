@@ -22,6 +22,7 @@ from smoe_fairseq.recipes import processes
 from smoe_fairseq.recipes.datasets import load_dataset
 from smoe_fairseq.recipes.evaluation import scores
 from smoe_fairseq.recipes.evaluation.evaluation import Evaluation
+from smoe_fairseq.recipes.settings import Settings
 from smoe_fairseq.recipes.training import identity, train
 
 assert server  # a fixture
@@ -220,12 +221,12 @@ def test_scores_that_cannot_be_saved_leave_the_old_ones(tmp_path, monkeypatch):
 
 def test_a_program_that_does_not_say_what_went_wrong_is_named(capfd):
     with pytest.raises(UsageError) as error:
-        processes.run(["env python -c 'print(1)' > /dev/full"])
+        processes.run(["env python -c 'print(1)' > /dev/full"], Settings())
     assert str(error.value).startswith("env failed with exit status ")
     with pytest.raises(
         UsageError, match=r"^echo \| cut failed with exit status 1, for the reason above"
     ):
-        processes.run(["echo 1 | cut -c1 > /dev/full"])
+        processes.run(["echo 1 | cut -c1 > /dev/full"], Settings())
     assert "No space left on device" in capfd.readouterr().err
 
 

@@ -15,6 +15,7 @@ from sampling import soak
 
 from smoe_fairseq.errors import UsageError
 from smoe_fairseq.recipes.datasets import load_dataset
+from smoe_fairseq.recipes.settings import Settings
 from smoe_fairseq.recipes.training import launcher, train
 from smoe_fairseq.recipes.training.launcher import Launch
 from smoe_fairseq.training import launch
@@ -56,8 +57,8 @@ def trained(tmp_path, monkeypatch, status: int | None = None) -> list[str]:
     """What ``scripts/train.sh`` would run on two machines; its training ends with a status."""
     started = []
 
-    def run(lines, variables):
-        started.extend(line for line in lines if " --rdzv-endpoint " in line)
+    def run(lines, *_):
+        started.extend(line for line in map(str, lines) if " --rdzv-endpoint " in line)
         if status is not None:
             raise SystemExit(status)
 
@@ -92,20 +93,20 @@ def test_port_of_another_torchrun_is_named_when_training_has_failed(tmp_path, mo
 
 def test_port_that_is_free_or_of_another_machine(tmp_path, monkeypatch, taken):
     monkeypatch.setenv("MASTER_ADDR", "192.0.2.1")  # of no machine
-    launcher.check_port()
+    launcher.check_port(Launch("torchrun", 2, 1, settings=Settings.read()))
     with pytest.raises(SystemExit, match="1"):
         trained(tmp_path, monkeypatch, status=1)
     monkeypatch.delenv("MASTER_ADDR")
     with socket.create_server(("127.0.0.1", 0)) as server:
         monkeypatch.setenv("MASTER_PORT", str(server.getsockname()[1]))
-    launcher.check_port()
+    launcher.check_port(Launch("torchrun", 2, 1, settings=Settings.read()))
 
 
 @pytest.mark.parametrize("port", ["0", "65536", "x"])
 def test_port_that_is_none(monkeypatch, port):
     monkeypatch.setenv("MASTER_PORT", port)
     with pytest.raises(UsageError, match=f"^MASTER_PORT={port}: expected a whole number from 1"):
-        Launch("torchrun", 2, 1).words("fairseq-train")
+        Launch("torchrun", 2, 1, settings=Settings.read()).words("fairseq-train")
     assert "--standalone" in Launch("torchrun", 1, 2).words("fairseq-train")
 
 

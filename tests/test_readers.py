@@ -677,7 +677,7 @@ def test_bytes_are_joined_where_output_is_read(tmp_path):
 # The table at the end
 
 
-def test_the_table_tells_what_is_odd(tmp_path, capfd):
+def test_the_table_tells_what_is_odd(tmp_path):
     raw = write_text(tmp_path / "text", "en-fr", train=300, valid=20, test=12)
     for language in ("en", "fr"):  # the test set is in the training text
         tests = (raw / f"test.en-fr.{language}").read_bytes()
@@ -686,7 +686,7 @@ def test_the_table_tells_what_is_odd(tmp_path, capfd):
     content = {"subwords": {"vocab-size": 60}, "train": {"max-source-positions": 30}}
     given = write_dataset(tmp_path / "c", "tiny", pairs=["en-fr"], **content)
     done = step_here("prepare", "tiny", cwd=tmp_path, RAW=str(raw), WORKERS="1", **given)
-    assert done.returncode == 1 and "train.en-fr.fr 314" in capfd.readouterr().err
+    assert done.returncode == 1 and "train.en-fr.fr 314" in done.stderr
     (raw / "train.en-fr.en").write_bytes((raw / "train.en-fr.en").read_bytes()[:-1])
     done = step_here("prepare", "tiny", cwd=tmp_path, RAW=str(raw), WORKERS="1", **given)
     assert done.returncode == 0, done.stderr

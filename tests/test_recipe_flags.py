@@ -2,14 +2,14 @@
 
 import difflib
 import inspect
-import os
 
 import pytest
 from commands import refused, run, smoe, step_here
 from test_recipes import ROOT
 
 from smoe_fairseq import __version__
-from smoe_fairseq.recipes.commands import NEAR, RECIPES, SETTINGS, function_of
+from smoe_fairseq.recipes.commands import NEAR, RECIPES, function_of
+from smoe_fairseq.recipes.settings import SETTINGS
 
 GIVEN = {"CONFIG_DIR": str(ROOT / "configs"), "FORECAST": "0"}
 BY_VARIABLE = {setting.variable: setting for setting in SETTINGS}
@@ -91,12 +91,6 @@ def test_an_archive_of_text_is_to_be_unpacked(tmp_path):
 def test_a_name_that_is_empty_is_refused(name, flag):
     found = smoe(name, "x", *["moe"] * (name == "train"), flag, "", check=False)
     assert found.returncode == 2 and f"argument {flag}: " in found.stdout
-
-
-def test_the_environment_is_as_before(tmp_path, monkeypatch):
-    monkeypatch.setenv("SEED", "7")
-    dry(tmp_path, "train", "multi30k", "moe", "--seed", "2", "--gpus", "0")
-    assert os.environ["SEED"] == "7" and "GPUS" not in os.environ
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,7 @@ from test_signals import state
 from smoe_fairseq import locks
 from smoe_fairseq.errors import UsageError
 from smoe_fairseq.recipes import processes
+from smoe_fairseq.recipes.settings import Settings
 from smoe_fairseq.recipes.training.launcher import Launch, plan_launch
 
 # SLURM's: a step is what srun starts; a job that is put into the queue again is ended before.
@@ -158,21 +159,21 @@ def test_gpus_that_are_not_there(machine):
     with pytest.raises(
         UsageError, match="^GPUS=2: this machine has 1; expected at most as many, or"
     ):
-        plan_launch([])
-    assert plan_launch(["--cpu"]) == Launch("torchrun", 1, 2, cpu=True)
+        plan_launch(Settings.read(), [])
+    assert plan_launch(Settings.read(), ["--cpu"]) == Launch("torchrun", 1, 2, cpu=True)
     machine(0, "1")  # one process needs no word about it
-    assert plan_launch([]).flags() == {"cpu": True, "distributed-world-size": 1}
+    assert plan_launch(Settings.read(), []).flags() == {"cpu": True, "distributed-world-size": 1}
     machine(2, "2")
-    assert plan_launch([]).flags() == {"cpu": False, "ddp-backend": "legacy_ddp"}
+    assert plan_launch(Settings.read(), []).flags() == {"cpu": False, "ddp-backend": "legacy_ddp"}
     for elsewhere in ({"LAUNCHER": "slurm"}, {"DRY_RUN": "1"}):
         machine(0, "2", **elsewhere)
-        assert not plan_launch([]).cpu
+        assert not plan_launch(Settings.read(), []).cpu
 
 
 def test_machines_without_gpu_talk_over_gloo(machine):
     machine(0, "0", NODES="2")
     gloo = {"cpu": True, "distributed-backend": "gloo", "ddp-backend": "legacy_ddp"}
-    assert plan_launch([]).flags() == gloo
+    assert plan_launch(Settings.read(), []).flags() == gloo
 
 
 def test_what_a_machine_without_gpu_adds_is_in_the_dry_run(tmp_path):
@@ -254,7 +255,7 @@ RANKS = """if [ "$RANK" = 1 ]; then {}; fi; exec sleep 600"""
 def test_a_rank_that_is_killed_is_named_in_one_sentence(machine, does, named):
     """One that ends by itself has said why."""
     machine(0, "2")
-    words = plan_launch([]).words("bash")
+    words = plan_launch(Settings.read(), []).words("bash")
     result = run(*words, "-c", RANKS.format(does), check=False, fresh=True, SMOE_SCREEN="1")
     assert result.returncode == 1
     if named:
@@ -265,7 +266,7 @@ def test_a_rank_that_is_killed_is_named_in_one_sentence(machine, does, named):
 @pytest.mark.soak
 def test_ranks_that_are_interrupted_end_without_a_stack_trace(machine, tmp_path):
     machine(0, "2")
-    words = plan_launch([]).words("bash")[1:]
+    words = plan_launch(Settings.read(), []).words("bash")[1:]
     words = [sys.executable, *words, "-c", f"echo > {tmp_path}/$RANK; exec sleep 600"]
     process = subprocess.Popen(
         list(map(str, words)), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True

@@ -12,7 +12,7 @@ from test_recipes import ROOT
 from test_table import table, write_scores
 
 from smoe_fairseq.errors import UsageError
-from smoe_fairseq.recipes import config_files, datasets, program_flags
+from smoe_fairseq.recipes import datasets, program_flags, settings
 from smoe_fairseq.recipes.compare.table import resource_classes
 from smoe_fairseq.recipes.datasets import load_dataset
 from smoe_fairseq.recipes.methods import method_flags, tables
@@ -199,7 +199,7 @@ def test_bases_that_are_missing_or_stand_on_one_another(configs):
 
 def test_a_file_that_cannot_be_read(configs):
     configs({}).unlink()
-    (Path(config_files.config_folder()) / "datasets/odd.yaml").mkdir()
+    (settings.Settings.read().config_dir / "datasets/odd.yaml").mkdir()
     assert refusal().endswith("datasets/odd.yaml cannot be read: Is a directory")
 
 
@@ -219,13 +219,13 @@ def test_methods_fill_in_experts_and_strata(configs):
 
 def test_recipes_are_found_beside_an_installed_package_too(tmp_path, monkeypatch):
     monkeypatch.delenv("CONFIG_DIR", raising=False)
-    assert config_files.config_folder() == ROOT / "configs"
+    assert settings.Settings.read().config_dir == ROOT / "configs"
     (tmp_path / "configs/datasets").mkdir(parents=True)
-    monkeypatch.setattr(config_files, "__file__", str(tmp_path / "reading.py"))
-    assert config_files.config_folder() == tmp_path / "configs"
+    monkeypatch.setattr(settings, "__file__", str(tmp_path / "reading.py"))
+    assert settings.Settings.read().config_dir == tmp_path / "configs"
     monkeypatch.setenv("CONFIG_DIR", str(tmp_path))
     with pytest.raises(UsageError, match="holds no recipes: set CONFIG_DIR to the folder with"):
-        config_files.config_folder()
+        assert settings.Settings.read().config_dir
 
 
 def test_a_data_set_in_a_folder_of_its_own_is_not_called_missing(configs, tmp_path):

@@ -101,8 +101,9 @@ RUN = """
 import signal, sys
 signal.signal(signal.SIGHUP, signal.SIG_IGN)
 from smoe_fairseq.recipes.processes import run
+from smoe_fairseq.recipes.settings import Settings
 from smoe_fairseq.errors import ends_with_sentence
-ends_with_sentence()(run)([sys.argv[1]])
+ends_with_sentence()(run)([sys.argv[1]], Settings())
 """
 
 

@@ -10,6 +10,7 @@ from test_recipes import recipe, refusal
 from smoe_fairseq.errors import UsageError
 from smoe_fairseq.recipes.datasets import load_dataset
 from smoe_fairseq.recipes.program_flags import flag_values
+from smoe_fairseq.recipes.settings import Settings
 from smoe_fairseq.recipes.study import results as study_results
 from smoe_fairseq.recipes.study import runs as study
 from smoe_fairseq.recipes.training import identity
@@ -22,7 +23,7 @@ TWO = {"GPUS": "0", "OMP_NUM_THREADS": "2"}
 @pytest.fixture
 def gpus(monkeypatch):
     """A machine of four."""
-    monkeypatch.setattr(study, "plan_launch", lambda _: Launch("plain", 1, 4))
+    monkeypatch.setattr(study, "plan_launch", lambda *_: Launch("plain", 1, 4))
     for name in ("CUDA_VISIBLE_DEVICES", "JOBS"):  # make test JOBS=2 sets the latter
         monkeypatch.delenv(name, raising=False)
     return monkeypatch
@@ -40,13 +41,13 @@ def gpus(monkeypatch):
 def test_runs_share_the_gpus_that_are_visible(gpus, visible, jobs, shares):
     gpus.setenv("CUDA_VISIBLE_DEVICES", visible)
     gpus.setenv("JOBS", jobs)
-    places = study._slots().values()
+    places = study._slots(Settings.read()).values()
     assert [place["CUDA_VISIBLE_DEVICES"] for place in places] == shares
     assert [int(place["GPUS"]) for place in places] == [share.count(",") + 1 for share in shares]
 
 
 def test_one_run_at_a_time_has_all_gpus(gpus):
-    assert study._slots() == {0: {"GPUS": "4", "JOBS": ""}}
+    assert study._slots(Settings.read()) == {0: {"GPUS": "4", "JOBS": ""}}
 
 
 def machine_of(folder, **variables) -> str:
@@ -94,7 +95,7 @@ def test_the_curve_of_a_run(tmp_path, monkeypatch):
     score = {"bleu": 30.0, "signature": "s", "sentences": 3}
     (run / "scores.json").write_text(json.dumps({"scores": {"en-de": score}}))
     study_results.save(load_dataset("multi30k"), "moe", "SEED=1 true")
-    (result,) = study_results.read("multi30k")
+    (result,) = study_results.read(load_dataset("multi30k"))
     numbers = [[row[name] for name in ("update", "words", "seconds")] for row in result.curve]
     assert numbers == [[10, 1000, 20], [15, 1000, 20], [25, 4000, 50]]
     assert [row["validation_nll"] for row in result.curve] == [None, 7.5, None]

@@ -142,7 +142,7 @@ def task_of(path: Path, state: Mapping, data: Path | None):
 
 
 def _config_of(options: Mapping, state: Mapping, task):
-    from smoe_fairseq.huggingface import SMoEConfig
+    from smoe_fairseq.huggingface import SMoEConfig  # imports transformers
 
     moe = blocks(SMoETransformerConfig(**options))
     for prefix, arguments in moe.items():
@@ -175,7 +175,7 @@ def _config_of(options: Mapping, state: Mapping, task):
 
 def _weights_of(path: Path, config, model: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The tensors of the file, each once; raises UsageError unless they fit the model."""
-    from smoe_fairseq.huggingface import SMoEForConditionalGeneration
+    from smoe_fairseq.huggingface import SMoEForConditionalGeneration  # imports transformers
 
     with torch.device("meta"):
         target = SMoEForConditionalGeneration(config)
@@ -189,7 +189,7 @@ def _weights_of(path: Path, config, model: Mapping[str, Tensor]) -> dict[str, Te
 
 def _tokenizer_of(path: Path, state: Mapping, task, config, folder: Path):
     """The tokenizer; its files are written to ``folder``."""
-    from smoe_fairseq.huggingface import SMoETokenizer
+    from smoe_fairseq.huggingface import SMoETokenizer  # imports transformers
 
     files = {}
     for name, file, dictionary in (

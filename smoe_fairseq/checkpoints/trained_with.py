@@ -88,6 +88,7 @@ def compare_when_loaded(original, *arguments, **options):
     """
     from fairseq.checkpoint_utils import get_maybe_sharded_checkpoint_filename
 
+    # They import fairseq's models, which import the module that is replaced here.
     from smoe_fairseq.models.checks import as_loaded
     from smoe_fairseq.translate.load import check_names
 

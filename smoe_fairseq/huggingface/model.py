@@ -135,11 +135,10 @@ class SMoEForConditionalGeneration(PreTrainedModel, GenerationMixin):
                 function, and router logits are not requested: the gates' losses would be missing. Or the
                 cache is a static one.
         """
-        config = self.config
+        config, with_stats = self.config, labels is not None
         attentions = _value_or(output_attentions, config.output_attentions)
         hidden = _value_or(output_hidden_states, config.output_hidden_states)
         router = _value_or(output_router_logits, config.output_router_logits)
-        with_stats = labels is not None
         if num_items_in_batch is not None and config.moe_blocks and not (with_stats or router):
             raise UsageError(
                 "the Trainer passed no labels: set config.label_smoothing in place of "
@@ -152,12 +151,12 @@ class SMoEForConditionalGeneration(PreTrainedModel, GenerationMixin):
         elif not isinstance(encoder_outputs, ModelOutput):
             encoder_outputs = EncoderOutput(*encoder_outputs)
         source = encoder_outputs.last_hidden_state
-        if labels is not None and decoder_input_ids is None and decoder_inputs_embeds is None:
+        if with_stats and decoder_input_ids is None and decoder_inputs_embeds is None:
             decoder_input_ids = self.prepare_decoder_input_ids_from_labels(labels)
         past_key_values = cache if past_key_values is None else past_key_values
-        use_cache = labels is None and _value_or(use_cache, config.use_cache)
         if isinstance(getattr(past_key_values, "self_attention_cache", None), StaticCache):
             raise UsageError("cache_implementation: expected a dynamic cache, not a static one")
+        use_cache = not with_stats and _value_or(use_cache, config.use_cache)
         if use_cache and past_key_values is None:
             past_key_values = EncoderDecoderCache(DynamicCache(), DynamicCache())
         outputs = self.decoder(
@@ -171,27 +170,13 @@ class SMoEForConditionalGeneration(PreTrainedModel, GenerationMixin):
             weights=attentions,
             with_stats=with_stats,
         )
-        logits = self.decoder.output_projection(outputs["x"])
-        loss = encoder_loss = decoder_loss = None
-        if labels is not None:
-            # fairseq distributes the smoothing over the other entries, torch over all.
-            smoothing = config.label_smoothing * config.vocab_size / (config.vocab_size - 1)
-            labels = labels.flatten().to(logits.device)
-            count = (labels != -100).sum()
-            items = count if num_items_in_batch is None else num_items_in_batch
-            loss = F.cross_entropy(
-                logits.flatten(0, 1).float(), labels, reduction="sum", label_smoothing=smoothing
-            )
-            loss = loss / items
+        logits, losses = self.decoder.output_projection(outputs["x"]), {}
+        if with_stats:
             routing = getattr(encoder_outputs, "routing", None) or (), outputs["stats"]
-            parts = self.gate_losses(*routing, loss)
-            encoder_loss, decoder_loss = (part * (count / items) for part in parts)
-            loss = loss + encoder_loss + decoder_loss
+            losses = self._losses(logits, labels, num_items_in_batch, *routing)
         output = Seq2SeqMoEOutput(
-            loss=loss,
+            **losses,
             logits=logits,
-            encoder_aux_loss=encoder_loss,
-            decoder_aux_loss=decoder_loss,
             **{CACHE: past_key_values if use_cache else None},
             decoder_hidden_states=outputs["hidden"] if hidden else None,
             decoder_attentions=outputs["self"] if attentions else None,
@@ -204,7 +189,21 @@ class SMoEForConditionalGeneration(PreTrainedModel, GenerationMixin):
         )
         return output if _value_or(return_dict, config.return_dict) else output.to_tuple()
 
-    def gate_losses(
+    def _losses(self, logits: Tensor, labels: Tensor, items: Tensor | int | None, *routing) -> dict:
+        """The losses that `forward` returns, by name; ``routing`` are the statistics of each side."""
+        size = self.config.vocab_size
+        # fairseq distributes the smoothing over the other entries, torch over all.
+        smoothing = self.config.label_smoothing * size / (size - 1)
+        labels = labels.flatten().to(logits.device)
+        count = (labels != -100).sum()
+        items = count if items is None else items
+        logits = logits.flatten(0, 1).float()
+        loss = F.cross_entropy(logits, labels, reduction="sum", label_smoothing=smoothing) / items
+        encoder, decoder = (part * (count / items) for part in self._gate_losses(*routing, loss))
+        loss = loss + encoder + decoder
+        return {"loss": loss, "encoder_aux_loss": encoder, "decoder_aux_loss": decoder}
+
+    def _gate_losses(
         self, encoder: tuple[RoutingStats, ...], decoder: tuple[RoutingStats, ...], like: Tensor
     ) -> list[Tensor]:
         """Each side's part of the weighted means over all MoE layers; scalars on the device of ``like``."""

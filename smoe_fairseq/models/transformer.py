@@ -341,27 +341,25 @@ class SMoETransformerDecoder(_Layers, TransformerDecoderBase):
         """Features ``(B, S, D)`` and fairseq's extra outputs, with "moe_stats" among them."""
         attention_layer = self.num_layers - 1 if alignment_layer is None else alignment_layer
         needs_attention = alignment_layer is not None or not self.training
-        padding_mask = prev_output_tokens.eq(self.padding_idx)
-        x = self.embed(prev_output_tokens, incremental_state)
-        ids = prev_output_tokens
-        if incremental_state is not None:
-            padding_mask, ids = padding_mask[:, -1:], ids[:, -1:]
-            has_padding = bool(padding_mask.any())  # a decoding step waits for the device anyway
-        else:
-            has_padding = may_have_padding(padding_mask)
-        padding_mask = padding_mask if has_padding else None
         encoder_out = encoder_out or {}  # a language model has none
         source_mask = _first(encoder_out.get("encoder_padding_mask"))
-        self_attn_mask = encoder_attn_mask = None
-        if incremental_state is None:
+        x = self.embed(prev_output_tokens, incremental_state)
+        ids, self_attn_mask, encoder_attn_mask = prev_output_tokens, None, None
+        if incremental_state is not None:
+            ids = ids[:, -1:]
+            padding_mask = ids.eq(self.padding_idx)
+            has_padding = bool(padding_mask.any())  # a decoding step waits for the device anyway
+            padding_mask = padding_mask if has_padding else None
+        else:
+            padding_mask = ids.eq(self.padding_idx)
+            padding_mask = padding_mask if may_have_padding(padding_mask) else None
             future_mask = None if full_context_alignment else self.buffered_future_mask(x)
             self_attn_mask = attention_mask(padding_mask, future_mask, x.dtype)
             encoder_attn_mask = attention_mask(source_mask, None, x.dtype)
 
-        attention = None
+        attention = gate_logits = None
         hidden_states = [x]
         moe_stats, moe_layers = (list(encoder_out.get(k, [])) for k in ("moe_stats", "moe_layers"))
-        gate_logits = None
         for i, layer in enumerate(self.layers):
             x, layer_attention, *stats = layer(
                 x,
@@ -384,15 +382,11 @@ class SMoETransformerDecoder(_Layers, TransformerDecoderBase):
                 attention = layer_attention.float().to(x)
         if attention is not None:
             attention = attention[:alignment_heads].mean(dim=0)
+        x = x.transpose(0, 1)
         if self.layer_norm is not None:
-            x = self.layer_norm(x.transpose(0, 1)).transpose(0, 1)
-        extra = {
-            "attn": [attention],
-            "inner_states": hidden_states,
-            "moe_stats": moe_stats,
-            "moe_layers": moe_layers,
-        }
-        return x.transpose(0, 1), extra
+            x = self.layer_norm(x)
+        extra = {"attn": [attention], "inner_states": hidden_states}
+        return x, extra | {"moe_stats": moe_stats, "moe_layers": moe_layers}
 
     def embed(self, prev_output_tokens, incremental_state) -> Tensor:
         """Embeddings with positions, ``(S, B, D)``; only the last token's with ``incremental_state``."""

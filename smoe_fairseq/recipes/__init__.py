@@ -1,10 +1,10 @@
 """Recipes: data sets, methods and tables behind ``scripts/``.
 
 A data set (``configs/datasets``) and a method (``configs/methods``) are YAML files of flags. A
-recipe composes them into plain shell commands, prints them and, unless ``DRY_RUN`` is set, runs them.
+recipe composes them into plain shell commands, prints them and, unless in a dry run, runs them.
 
 - ``commands``: the command line of the recipes and their steps.
-- ``config``, ``folders``, ``processes``: used by all recipes.
+- ``settings``, ``datasets``, ``methods``, ``folders``, ``processes``: used by all recipes.
 - ``data``: from a publisher's text to what ``fairseq-train`` reads.
 - ``training``, ``evaluation``: one run.
 - ``study``: many runs, and a report on them.

@@ -1,7 +1,7 @@
 """The recipes and their steps as commands: ``smoe train``, ``scripts/train.sh`` and the steps these run.
 
-A command is a function; its signature declares operands and options. A setting is a flag whose default is an
-environment variable.
+A command is a function; its signature declares operands and options. Its settings (settings.py) come with
+the data set.
 """
 
 import argparse
@@ -11,64 +11,17 @@ import os
 import re
 import shlex
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 from smoe_fairseq.errors import UsageError, end_parsing, nearest, quietly
 from smoe_fairseq.flags import at_least, filled, flag_of, positive
-from smoe_fairseq.recipes.processes import dry_run, variables
+from smoe_fairseq.recipes.processes import recipe
+from smoe_fairseq.recipes.settings import SETTINGS, Settings
 
-
-@dataclass(frozen=True)
-class Setting:
-    """A flag that sets an environment variable of the recipe, which its own commands inherit."""
-
-    variable: str
-    metavar: str  # of its value; "" for a switch, which sets `value`
-    help: str
-    default: str  # in words
-    flag: str = ""  # by default the variable in lower case
-    value: str = "1"
-
-    @property
-    def name(self) -> str:
-        return self.flag or "--" + self.variable.lower().replace("_", "-")
-
-    def add_to(self, parser: ArgumentParser) -> None:
-        kind = {"action": "store_const", "const": self.value}
-        if self.metavar:
-            kind = {"metavar": self.metavar, "type": filled}
-        words = f"{self.help} (default: ${self.variable}, else {self.default})"
-        parser.add_argument(self.name, dest=self.variable, help=words, **kind)
-
-
-SETTINGS = [
-    Setting("GPUS", "N", "GPUs of each machine; 0: the CPU", "all of this machine"),
-    Setting("NODES", "N", "machines", "1"),
-    Setting("LAUNCHER", "NAME", "plain, torchrun or slurm", "torchrun for several processes"),
-    Setting("SEED", "N", "random seed; each seed has its own folder", "the data set's"),
-    Setting("SEEDS", "N,N", "random seeds of each method, as 1,2 or 1-8", "the data set's"),
-    Setting("BATCH", "SIZE", "tokens per update: a number, or a name of the data set", "its own"),
-    Setting("PRECISION", "TYPE", "auto, bf16, fp16 or fp32", "the data set's, mostly auto"),
-    Setting("JOBS", "N", "processes (study: runs) in parallel", "as cores and memory allow"),
-    Setting("WORKERS", "N", "processes of each step", "all cores"),
-    Setting(
-        "PRETRAINED", "PATH", "model to fine-tune: run, checkpoint or folder", "the data set's"
-    ),
-    Setting("RAW", "PATH", "folder of text; for m4, m15, libreoffice: or archive", "download"),
-    Setting("DATA_DIR", "DIR", "folder of prepared data sets", "data"),
-    Setting("RUN_DIR", "DIR", "folder of runs", "runs"),
-    Setting("RESULTS_DIR", "DIR", "folder of a study's results", "results"),
-    Setting("CONFIG_DIR", "DIR", "folder of data sets and methods", "configs of the checkout"),
-    Setting("COMET", "PROGRAM", "path of comet-score, to add COMET scores", "no COMET"),
-    Setting("COMET_MODEL", "NAME", "model of COMET", "Unbabel/wmt22-comet-da"),
-    Setting("FORECAST", "", "do not forecast the memory", "forecast", "--no-forecast", "0"),
-    Setting("DRY_RUN", "", "print the commands and run nothing", "run them"),
-]
 NEAR = 0.85  # similarity at which an unknown flag is reported as a mistyped setting
 _FOLDERS = ("DATA_DIR", "RUN_DIR", "CONFIG_DIR", "DRY_RUN")
 _TRAINING = ("GPUS", "NODES", "LAUNCHER", "BATCH", "PRECISION", "FORECAST")
@@ -120,7 +73,7 @@ RECIPES = {
         ("SEED", "GPUS", "JOBS", "RAW", *_FOLDERS),
     ),
 }
-# Steps that the recipes run, and a dry run prints, as `python -P -m smoe_fairseq.recipes STEP`.
+# Steps that the recipes call, and a dry run prints as `python -P -m smoe_fairseq.recipes STEP`.
 STEPS = {
     "fetch": Command("data.download:fetch", "step: download the raw files"),
     "unpack": Command("data.download:unpack", "step: the archives' files that are needed"),
@@ -140,14 +93,13 @@ _OPERANDS = {
 }
 
 
-def _choice(*names: str, more: str = "") -> dict[str, object]:
-    return {"choices": names, "default": names[0], "help": f"default: {names[0]}{more}"}
-
-
 # Options that need more than their parameter's type and default.
 _OPTIONS = {
     "workers": {"type": positive, "help": "processes (default: 1)"},
-    "format": _choice("markdown", "csv", "latex"),
+    "format": {
+        **{"choices": ("markdown", "csv", "latex"), "default": "markdown"},
+        "help": "default: markdown",
+    },
     "metric": {
         "default": "bleu",
         "metavar": "NAME",
@@ -185,6 +137,20 @@ def function_of(command: Command) -> Callable[..., None]:
     file, _, name = command.function.partition(":")
     with quietly():
         return getattr(importlib.import_module(f"{__package__}.{file}"), name)
+
+
+class Step:
+    """A call of the function of one of `STEPS`, for `processes.run`; as text, the command for it."""
+
+    def __init__(self, name: str, *operands: object, **options: object):
+        self.name, self.operands, self.options = name, operands, options
+
+    def __call__(self) -> None:
+        function_of(STEPS[self.name])(*self.operands, **self.options)
+
+    def __str__(self) -> str:
+        flags = (word for name, value in self.options.items() for word in (flag_of(name), value))
+        return recipe(self.name, *self.operands, *flags)
 
 
 def add_arguments(parser: ArgumentParser, name: str) -> None:
@@ -229,15 +195,20 @@ def _run(name: str, function: Callable, args: Namespace) -> None:
     if name in RECIPES and hasattr(args, "flags"):
         args.flags = _parse_late_options(name, function, args)
     options = vars(args).copy()
-    settings = {s: v for s in SETTINGS if (v := options.pop(s.variable, None)) is not None}
+    variables = (setting.variable for setting in SETTINGS)
+    flags = {name: v for name in variables if (v := options.pop(name, None)) is not None}
     for key in ("run", "command"):  # of the parser
         options.pop(key, None)
-    with _set_variables(settings):
+    settings = Settings.read(flags)
+    with _naming_flags(flags):
+        for variable, value in flags.items() if settings.dry_run else ():
+            if variable != "DRY_RUN":
+                print(f"export {variable}={shlex.quote(value)}")
         if "dataset" in options:
             from smoe_fairseq.recipes.datasets import load_dataset  # imports omegaconf
             from smoe_fairseq.recipes.pretrained import with_pretrained
 
-            options["dataset"] = with_pretrained(load_dataset(args.dataset))
+            options["dataset"] = with_pretrained(load_dataset(args.dataset, settings))
         function(**options)
 
 
@@ -258,19 +229,16 @@ def _parse_late_options(name: str, function: Callable, args: Namespace) -> list[
 
 
 @contextmanager
-def _set_variables(settings: dict[Setting, str]) -> Iterator[None]:
-    """Set the environment variables; an error names the flag in place of the variable."""
-    with variables({setting.variable: value for setting, value in settings.items()}):
-        for setting, value in settings.items() if dry_run() else ():
-            if setting.variable != "DRY_RUN":
-                print(f"export {setting.variable}={shlex.quote(value)}")
-        try:
-            yield
-        except UsageError as error:
-            sentence = str(error)
-            for setting in settings:
+def _naming_flags(given: Mapping[str, str]) -> Iterator[None]:
+    """In an error, name the flag that was given in place of its variable."""
+    try:
+        yield
+    except UsageError as error:
+        sentence = str(error)
+        for setting in SETTINGS:
+            if setting.variable in given:
                 sentence = re.sub(rf"\b{setting.variable}=", f"{setting.name} ", sentence)
-            raise UsageError(sentence) from None
+        raise UsageError(sentence) from None
 
 
 def _symbol(text: str) -> str:

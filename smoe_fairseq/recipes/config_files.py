@@ -1,7 +1,6 @@
 """The YAML files in ``configs/``: where they are, their form, and reading them."""
 
 import math
-import os
 import re
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -19,33 +18,13 @@ from smoe_fairseq.plugins import import_plugin
 MAX_VALUES = 100_000  # of a YAML file, whose nested aliases can expand to gigabytes
 
 
-def config_folder() -> Path:
-    """``CONFIG_DIR``; by default ``configs`` of the installed package, or of the checkout."""
-    if variable := os.environ.get("CONFIG_DIR"):
-        folder = Path(variable)
-    else:
-        # Next to an installed package, a folder ``configs`` is not ours.
-        installed = Path(__file__).parent / "configs"
-        checkout = Path(__file__).parents[2] / "configs"
-        folder = installed if installed.is_dir() else checkout
-    if not (folder / "datasets").is_dir():
-        advice = "set CONFIG_DIR to the folder with datasets/ and methods/"
-        raise UsageError(f"{folder} holds no recipes: {advice}")
-    return folder
-
-
-def dataset_file(name: str) -> Path:
-    """The file of a data set."""
-    return config_folder() / "datasets" / f"{name}.yaml"
-
-
 _FAMILY = re.compile(r"(?P<family>.+?)-(?P<strata>((0|[1-9]\d*)-)*[1-9]\d*)")
 
 
-def method_file(name: str) -> tuple[Path, str]:
+def method_file(name: str, configs: Path) -> tuple[Path, str]:
     """The file of a method, and the sizes in its name if it is of a family; raises UsageError without one."""
-    folder = config_folder() / "methods"
-    files = {path.stem: path for path in sorted(folder.glob("*.yaml"), key=lambda path: path.stem)}
+    found = (configs / "methods").glob("*.yaml")
+    files = {path.stem: path for path in sorted(found, key=lambda path: path.stem)}
 
     def is_family(stem: str) -> bool:
         return re.search(r"\{(strata|layers)\}", read_text(files[stem])) is not None
@@ -59,10 +38,10 @@ def method_file(name: str) -> tuple[Path, str]:
     raise UsageError(f"unknown method {name!r}: choose one of {', '.join(known)}")
 
 
-def import_plugins_of(content: Mapping) -> None:
+def import_plugins_of(content: Mapping, configs: Path) -> None:
     """Import the ``plugins`` of a file, which are below the folder of the configs, or modules."""
     for name in content.get("plugins", ()):
-        path = config_folder() / name
+        path = configs / name
         import_plugin(str(path) if path.exists() else name)
 
 

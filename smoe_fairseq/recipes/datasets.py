@@ -4,7 +4,7 @@ import contextlib
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +12,9 @@ from omegaconf import DictConfig, OmegaConf
 
 from smoe_fairseq.errors import UsageError
 from smoe_fairseq.forms import check
-from smoe_fairseq.recipes.config_files import (
-    REQUIRED,
-    SCHEMA,
-    config_folder,
-    dataset_file,
-    import_plugins_of,
-    method_file,
-    read,
-)
+from smoe_fairseq.recipes.config_files import REQUIRED, SCHEMA, import_plugins_of, method_file, read
 from smoe_fairseq.recipes.program_flags import RECIPE_FLAGS, Flags, flag_values
+from smoe_fairseq.recipes.settings import Settings
 
 
 @dataclass(frozen=True)
@@ -58,6 +51,14 @@ class Dataset:
     statements: dict[str, list[str]]
     classes: dict[str, list[str]]
     start: dict[str, Any] | None = None  # the pretrained model's record; see `with_pretrained`
+    settings: Settings = field(default=Settings(), compare=False)  # of the command that uses it
+
+    def __str__(self) -> str:
+        return self.name
+
+    @property
+    def file(self) -> Path:
+        return self.settings.config_dir / "datasets" / f"{self.name}.yaml"
 
     @property
     def languages(self) -> tuple[str, ...]:
@@ -128,12 +129,12 @@ def naming_settings(
             flag = split or named and named[1]
             if flag not in settings or f"--{flag}" in values:
                 continue
-            file = dataset_file(dataset.name)
+            file = dataset.file
             while file.stem != "common":
                 own = read(file, SCHEMA)
                 if flag in _section(own, section):
                     break
-                file = config_folder() / f"{own.get('base', 'common')}.yaml"
+                file = dataset.settings.config_dir / f"{own.get('base', 'common')}.yaml"
             advice = f" (`{flag}: false` leaves --{flag} out)" if unknown else ""
             if split:
                 one_word = f"({', '.join(lists[split])})"
@@ -151,18 +152,35 @@ def _section(content: Mapping, section: str) -> Mapping:
     return content
 
 
-def load_dataset(name: str) -> Dataset:
+def load_dataset(name: str, settings: Settings | None = None) -> Dataset:
     """Read ``configs/datasets/NAME.yaml``; raises UsageError for an unknown name or key."""
-    path = dataset_file(name)
+    settings = settings or Settings.read()  # by default the environment's
+    configs = settings.config_dir
+    path = configs / "datasets" / f"{name}.yaml"
     # The recipe's steps would parse a name that starts with a dash as a flag.
-    files = (config_folder() / "datasets").glob("*.yaml")
+    files = path.parent.glob("*.yaml")
     known = sorted(file.stem for file in files if file.stem[0] != "-")
     if name not in known:
         cause = f"{path} is {'in a folder of its own' if path.exists() else 'missing'}"
         raise UsageError(f"unknown dataset {name!r}, as {cause}: choose one of {', '.join(known)}")
     empty = {key: type(form)() for key, form in SCHEMA.items() if isinstance(form, dict | list)}
-    merged = empty | OmegaConf.to_container(_merge_bases(path))
-    pairs = merged.get("pairs")
+    merged = empty | OmegaConf.to_container(_merge_bases(path, configs))
+    _check(merged, path, configs)
+    import_plugins_of(merged, configs)
+    values = {key.replace("-", "_"): merged.get(key) for key in SCHEMA if key != "base"}
+    codes = values["codes"] = values.pop("languages")
+    for key in ("pairs", "keep"):
+        values[key] = tuple(translated(pair, codes) for pair in merged[key])
+    if wrong := [pair for pair in values["pairs"] if not _is_pair(pair)]:
+        raise UsageError(f"{path}: `languages` makes the pair {wrong[0]}; expected two codes")
+    for key, languages in merged["classes"].items():
+        values["classes"][key] = [codes.get(code, code) for code in languages]
+    return Dataset(name=name, settings=settings, **values)
+
+
+def _check(merged: Mapping[str, Any], path: Path, configs: Path) -> None:
+    """Raise UsageError if a file that is merged over its bases does not describe a data set."""
+    pairs, keep = merged.get("pairs"), merged["keep"]
     if not pairs or not all(map(_is_pair, pairs)):
         value = pairs or "missing"
         expected = (
@@ -172,15 +190,15 @@ def load_dataset(name: str) -> Dataset:
     check(merged, REQUIRED, path)
     if twice := [pair for n, pair in enumerate(pairs) if {*both_orders(pair)} & {*pairs[:n]}]:
         raise UsageError(f"{path}: `pairs` has {twice[0]} twice: one entry makes both directions")
-    keep = merged["keep"]
     for pair in keep:
         if not _is_pair(pair) or {*both_orders(pair)} & {*pairs}:
             expected = "expected pairs such as en-de that `pairs` lacks"
             raise UsageError(f"{path}: `keep` has {pair}: {expected}")
-    known_languages = {language for pair in pairs + keep for language in pair.split("-")}
-    for key, languages in merged["classes"].items():
-        if others := sorted(set(languages) - known_languages):
-            raise UsageError(f"{path}: `classes.{key}` has {others[0]}, which none of `pairs` has")
+    known = {language for pair in pairs + keep for language in pair.split("-")}
+    lists = {f"classes.{key}": languages for key, languages in merged["classes"].items()}
+    for key, languages in (lists | {"languages": merged["languages"]}).items():
+        if others := sorted(set(languages) - known):
+            raise UsageError(f"{path}: `{key}` has {others[0]}, which none of `pairs` has")
     statements = {f"statements.{each}": both for each, both in merged["statements"].items()}
     for statement, (first, second) in statements.items():
         if first == second:
@@ -189,27 +207,13 @@ def load_dataset(name: str) -> Dataset:
     for key, methods in named.items():
         for method in methods:
             try:
-                method_file(method)
+                method_file(method, configs)
             except UsageError as error:
                 raise UsageError(f"{path}: `{key}`: {error}") from None
     for key in RECIPE_FLAGS & merged["generate"].keys():
         raise UsageError(f"{path}: `generate.{key}` is set by the recipe")
-    import_plugins_of(merged)
-    values = {key.replace("-", "_"): merged.get(key) for key in SCHEMA if key != "base"}
-    codes = values["codes"] = values.pop("languages")
-    if unused := sorted(codes.keys() - known_languages):
-        raise UsageError(f"{path}: `languages` has {unused[0]}, which none of `pairs` has")
-    values["pairs"], values["keep"] = (
-        tuple(translated(pair, codes) for pair in each) for each in (pairs, keep)
-    )
-    if wrong := [pair for pair in values["pairs"] if not _is_pair(pair)]:
-        raise UsageError(f"{path}: `languages` makes the pair {wrong[0]}; expected two codes")
-    values["classes"] = {
-        key: [codes.get(code, code) for code in each] for key, each in merged["classes"].items()
-    }
     if merged.get("add-subwords") and not merged["new-languages"]:
         raise UsageError(f"{path}: `add-subwords`: expected it with `new-languages`")
-    return Dataset(name=name, **values)
 
 
 def _is_pair(name: str) -> bool:
@@ -218,16 +222,16 @@ def _is_pair(name: str) -> bool:
     return match is not None and match[1] != match[2]
 
 
-def _merge_bases(path: Path, derived: tuple[Path, ...] = ()) -> DictConfig | dict:
+def _merge_bases(path: Path, configs: Path, derived: tuple[Path, ...] = ()) -> DictConfig | dict:
     """Merge a file over its ``base``, and so on to ``common``; ``derived`` are the files based on it."""
     own = read(path, SCHEMA)
     base = own.pop("base", "common")
     if path.stem == "common":
         return own
-    below = config_folder() / f"{base}.yaml"
+    below = configs / f"{base}.yaml"
     derived += (path.resolve(),)
     if below.resolve() in derived:
         raise UsageError(f"{path}: its `base` {base} is in turn based on it")
     if not below.exists():
         raise UsageError(f"{path}: its `base` {base!r}: {below} is missing")
-    return OmegaConf.merge(_merge_bases(below, derived), own)
+    return OmegaConf.merge(_merge_bases(below, configs, derived), own)

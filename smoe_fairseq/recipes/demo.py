@@ -13,7 +13,7 @@ from smoe_fairseq.recipes.datasets import Dataset
 from smoe_fairseq.recipes.evaluation import scores
 from smoe_fairseq.recipes.evaluation.evaluate import evaluate
 from smoe_fairseq.recipes.folders import Folders, checkpoint_file, run_name, test_file
-from smoe_fairseq.recipes.processes import command, dry_run, run
+from smoe_fairseq.recipes.processes import command, run
 from smoe_fairseq.recipes.training.train import train
 
 
@@ -23,7 +23,7 @@ def demo(dataset: Dataset, method: str) -> None:
     train(dataset, method, [])
     os.environ["LOGLEVEL"] = "WARNING"  # of fairseq, which `_show` imports
     evaluate(dataset, method, [])
-    if not dry_run():
+    if not dataset.settings.dry_run:
         _show(dataset, method)
 
 
@@ -35,7 +35,7 @@ def _show(dataset: Dataset, method: str) -> None:
         from smoe_fairseq.analysis.record import requested_capacity
         from smoe_fairseq.models.transformer import moe_blocks
 
-    folders = Folders(dataset.name)
+    folders = Folders(dataset)
     folder = folders.runs / run_name(dataset, method)
     print("\nSample translations of the test set:")
     for i, direction in enumerate(scores.read(folder)):
@@ -55,13 +55,13 @@ def _show(dataset: Dataset, method: str) -> None:
         print("\nWhere the capacity goes, by language, token and depth:", flush=True)
         report = folder / "report"
         analyze = ("smoe", "analyze", folders.binary, "--path", checkpoint, "--output", report)
-        run([command("rm", "-rf", report), command(*analyze)])
+        run([command("rm", "-rf", report), command(*analyze)], dataset.settings)
     print(f"\nIn the browser, with the path of each token through the strata:\n  {_serve(folder)}")
 
 
 def _serve(folder: Path) -> str:
     """The command that serves the page, with the path of this environment's ``smoe``."""
-    from smoe_fairseq.serve.server import PORT
+    from smoe_fairseq.serve.server import PORT  # imports starlette and fairseq
 
     smoe = Path(sysconfig.get_path("scripts")) / "smoe"
     if smoe.is_relative_to(Path.cwd()):

@@ -1,7 +1,6 @@
 """Paths of a data set's files; names of its runs (a run is a method and a seed), and their checkpoints."""
 
 import itertools
-import os
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -14,23 +13,14 @@ from smoe_fairseq.errors import UsageError
 from smoe_fairseq.files import read_plain
 from smoe_fairseq.recipes.config_files import CHECKPOINT
 from smoe_fairseq.recipes.datasets import Dataset, both_orders
-from smoe_fairseq.recipes.processes import command, whole_number
+from smoe_fairseq.recipes.processes import command
 
 # Files in a data set's folder.
 SIZES = "sizes.json"  # {pair: training sentence pairs}
 LEFT_OUT = "left_out.json"  # {pair: {read, kept, and a count for each fault}} of training text
 PARTIAL = ".partial"  # ends the name of a folder that is not complete
-LARGEST_SEED = 2**31 - 1
 # Checkpoints of epochs and of updates, perhaps of a rank's experts.
 _RUN = re.compile(r"(?P<method>.+)\.seed-(?P<seed>\d+)")
-
-
-def path_from_environment(variable: str, default: str = "") -> Path:
-    """The path in an environment variable; with a default, raises UsageError if it is not a folder."""
-    path = Path(os.environ.get(variable) or default).expanduser()
-    if default and path.exists() and not path.is_dir():
-        raise UsageError(f"{variable}={path}: expected a folder")
-    return path.absolute() if str(path).startswith("-") else path  # else it looks like a flag
 
 
 def final(path: Path) -> str:
@@ -42,11 +32,11 @@ def final(path: Path) -> str:
 class Folders:
     """The folders of one data set: below ``DATA_DIR`` (data/) and ``RUN_DIR`` (runs/)."""
 
-    dataset: str
+    dataset: Dataset
 
     @property
     def data(self) -> Path:
-        return path_from_environment("DATA_DIR", "data") / self.dataset
+        return self.dataset.settings.data_dir / self.dataset.name
 
     @property
     def download(self) -> Path:
@@ -88,7 +78,7 @@ class Folders:
     @property
     def runs(self) -> Path:
         """A folder for each run, with its checkpoints, log, translations and scores."""
-        return path_from_environment("RUN_DIR", "runs") / self.dataset
+        return self.dataset.settings.run_dir / self.dataset.name
 
     def binary_path(self, shards: int) -> str:
         """fairseq's data argument: the folder of binarised text, or ``shard0:shard1:...``.
@@ -115,7 +105,7 @@ def vocab_size(dataset: Dataset) -> int:
     """Subwords of the prepared text, ``<unk>``, ``<s>`` and ``</s>`` among them; else the setting."""
     if dataset.start:  # language tokens and <pad> are in its dictionary
         return dataset.start["rows"] - 1 - len(dataset.languages)
-    files = sorted(Folders(dataset.name).binary.glob("**/dict*.txt"))
+    files = sorted(Folders(dataset).binary.glob("**/dict*.txt"))
     return read_plain(files[0]).count(b"\n") + 3 if files else int(dataset.subwords["vocab-size"])
 
 
@@ -189,7 +179,7 @@ def _parts(folder: Path, which: str) -> list[Path]:
 
 def test_file(dataset: Dataset, direction: str, language: str) -> Path:
     """The raw test set of a direction in one of its languages."""
-    return Folders(dataset.name).texts("test", dataset.pair_of(direction))[language]
+    return Folders(dataset).texts("test", dataset.pair_of(direction))[language]
 
 
 def package_folder(*names: str) -> str:
@@ -203,28 +193,14 @@ def _default_seed(dataset: Dataset) -> int:
 
 
 def seed_of(dataset: Dataset) -> int:
-    """``SEED``, by default the data set's seed; raises UsageError if it is not a seed."""
-    return whole_number("SEED", 0, _default_seed(dataset), LARGEST_SEED)
+    """``SEED``, by default the data set's seed."""
+    seed = dataset.settings.seed
+    return _default_seed(dataset) if seed is None else seed
 
 
 def seeds_of(dataset: Dataset) -> tuple[int, ...]:
-    """``SEEDS``, such as ``1,2`` or ``1-8``, by default the data set's seed.
-
-    Raises UsageError for an invalid or repeated seed, or an empty or very long range.
-    """
-    given, seeds = os.environ.get("SEEDS", ""), []
-    for word in given.replace(",", " ").split():
-        match = re.fullmatch(r"([0-9]{1,10})(?:-([0-9]{1,10}))?", word)
-        first, last = map(int, (match[1], match[2] or match[1])) if match else (0, -1)
-        if not first <= last <= min(LARGEST_SEED, first + 999):
-            expected = (
-                f"expected up to 1,000 numbers from 0 to {LARGEST_SEED:,}, such as 1,2 or 1-8"
-            )
-            raise UsageError(f"SEEDS={word}: {expected}")
-        seeds += range(first, last + 1)
-    if len(set(seeds)) < len(seeds):
-        raise UsageError(f"SEEDS={given}: expected each seed once")
-    return tuple(seeds) or (_default_seed(dataset),)
+    """``SEEDS``, by default the data set's seed."""
+    return dataset.settings.seeds or (_default_seed(dataset),)
 
 
 def run_name(dataset: Dataset, method: str, seed: int | None = None) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from smoe_fairseq.errors import UsageError, quietly
-from smoe_fairseq.recipes.config_files import dataset_file, import_plugins_of, method_file, read
+from smoe_fairseq.recipes.config_files import import_plugins_of, method_file, read
 from smoe_fairseq.recipes.datasets import Dataset
 from smoe_fairseq.recipes.program_flags import Flags
 
@@ -28,7 +28,8 @@ def method_flags(name: str, dataset: Dataset) -> Flags:
     """
     if dataset.start and name == PRETRAINED:
         return {"moe-freq": 0}
-    path, strata = method_file(name)
+    configs = dataset.settings.config_dir
+    path, strata = method_file(name, configs)
 
     def fill(value):
         if not isinstance(value, str):
@@ -39,11 +40,11 @@ def method_flags(name: str, dataset: Dataset) -> Flags:
             value = value.replace("{ffn-2/3}", str(_two_thirds_of_ffn(dataset)))
         if "{experts}" in value and dataset.experts is None:
             needed = f"`experts` is missing, and {name} needs it; expected a number such as 8"
-            raise UsageError(f"{dataset_file(dataset.name)}: {needed}")
+            raise UsageError(f"{dataset.file}: {needed}")
         return value.replace("{experts}", str(dataset.experts))
 
     content = read(path, {"train", "plugins"})
-    import_plugins_of(content)
+    import_plugins_of(content, configs)
     flags = content.get("train", {})
     own = dataset.methods.get(name, {})
     return {key: fill(value) for key, value in (flags | own).items()}

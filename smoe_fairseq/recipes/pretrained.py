@@ -1,6 +1,5 @@
 """Fine-tuning: data sets whose subwords and first weights are a trained model's (docs/finetune.md)."""
 
-import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -8,7 +7,6 @@ from pathlib import Path
 from smoe_fairseq.errors import UsageError, quietly
 from smoe_fairseq.flags import flag_of
 from smoe_fairseq.forms import read_json
-from smoe_fairseq.recipes.config_files import dataset_file
 from smoe_fairseq.recipes.datasets import Dataset
 from smoe_fairseq.recipes.folders import Folders
 from smoe_fairseq.recipes.program_flags import Flags, arguments, flag_values
@@ -23,18 +21,13 @@ _FORM = {
     **{name: dict for name in ("task", "train", "model", "options")},
 }
 # Where a data set says nothing else.
-TRAIN: Flags = {
-    "lr": 0.0001,
-    "warmup-updates": 500,
-    "max-update": 10000,
-    "max-tokens": 4096,
-}
+TRAIN: Flags = {"lr": 0.0001, "warmup-updates": 500, "max-update": 10000, "max-tokens": 4096}
 VALIDATE = {"metric": "chrf", "sentences": 200, "every": 500, "patience": 5}
 
 
 def source_of(dataset: Dataset) -> str | None:
     """The run, checkpoint or folder of transformers to fine-tune: ``PRETRAINED``, else the data set's."""
-    return os.environ.get("PRETRAINED") or dataset.pretrained
+    return dataset.settings.pretrained or dataset.pretrained
 
 
 def is_foreign(source: Path) -> bool:
@@ -51,7 +44,7 @@ def with_pretrained(dataset: Dataset, binary: Path | None = None) -> Dataset:
     Raises:
         UsageError: it was prepared without the model of its file, or its file sets another architecture.
     """
-    binary = binary or Folders(dataset.name).binary
+    binary = binary or Folders(dataset).binary
     if not (binary / RECORD).exists():
         if dataset.pretrained and binary.exists():
             advice = "delete it to prepare it again"
@@ -60,8 +53,7 @@ def with_pretrained(dataset: Dataset, binary: Path | None = None) -> Dataset:
     record = read_json(binary / RECORD, _FORM)
     if dataset.train.get("arch", "smoe_transformer") != "smoe_transformer":
         raise UsageError(
-            f"{dataset_file(dataset.name)}: `train.arch`: leave it out; the model is that of "
-            f"{record['source']}"
+            f"{dataset.file}: `train.arch`: leave it out; the model is that of {record['source']}"
         )
     train = {"arch": "smoe_transformer", **TRAIN, **record["train"], **dataset.train}
     return replace(
@@ -84,7 +76,7 @@ def defaults_note(dataset: Dataset, words: Sequence[str]) -> str:
 def check_options(dataset: Dataset, words: Sequence[str]) -> None:
     """Raise UsageError if the words of ``fairseq-train`` describe another model than the pretrained one."""
     with quietly():
-        from smoe_fairseq.analysis.cost import config_of, parse_model
+        from smoe_fairseq.analysis.cost import config_of, parse_model  # imports fairseq
     own = config_of(parse_model(words))
     for name, value in dataset.start["options"].items():
         if (given := getattr(own, name)) != value:
@@ -95,7 +87,7 @@ def check_options(dataset: Dataset, words: Sequence[str]) -> None:
 
 def upcycled_flags(words: Sequence[str]) -> list[str] | None:
     """The flags of ``smoe upcycle`` among the words of ``fairseq-train``; None for a dense model."""
-    from smoe_fairseq.checkpoints.model import is_moe_option
+    from smoe_fairseq.checkpoints.model import is_moe_option  # imports fairseq
     from smoe_fairseq.models.options import SMoETransformerConfig
 
     flags = flag_values(words)

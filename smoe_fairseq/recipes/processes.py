@@ -1,6 +1,5 @@
 """Print, run and stop commands."""
 
-import math
 import os
 import shlex
 import signal
@@ -8,11 +7,11 @@ import subprocess
 import sys
 import sysconfig
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from smoe_fairseq.ending import ENDING, end_with_parent
 from smoe_fairseq.errors import UsageError
+from smoe_fairseq.recipes.settings import Settings
 
 STARTED_BY_RECIPE = "SMOE_RECIPE"  # variable that is set for every command of a recipe
 TIMEOUT_SECONDS = 60  # until a stopped command is killed; torchrun gives its workers 30
@@ -22,20 +21,19 @@ _RANK = {"RANK", "LOCAL_RANK", "WORLD_SIZE"}  # variables of a launched process
 _EXPLAINING = {"python", "smoe", "fairseq-train", "fairseq-generate", "torchrun", "srun"}
 
 
+class CommandError(UsageError):
+    """A command failed or was stopped, and has not said why."""
+
+
 def command(*words: object, output: object = None) -> str:
     """The words as one quoted shell command, with its standard output sent to the file ``output``."""
     line = shlex.join(str(word) for word in words)
     return line if output is None else f"{line} > {shlex.quote(str(output))}"
 
 
-def step(name: str, *words: object) -> str:
-    """The command that runs a step of a recipe (commands.py)."""
+def recipe(name: str, *words: object) -> str:
+    """The command that runs a recipe or a step of one (commands.py)."""
     return command(*PYTHON, "-m", "smoe_fairseq.recipes", name, *words)
-
-
-def dry_run() -> bool:
-    """Whether ``DRY_RUN`` asks to print commands and run none."""
-    return whole_number("DRY_RUN", 0, 0, 1) == 1
 
 
 def warn(message: str) -> None:
@@ -43,19 +41,7 @@ def warn(message: str) -> None:
     print(f"warning: {message}", file=sys.stderr, flush=True)
 
 
-def whole_number(
-    name: str, least: int, default: int | None = None, most: float = math.inf
-) -> int | None:
-    """The number in an environment variable; raises UsageError if it is out of bounds."""
-    if not (value := os.environ.get(name, "")):
-        return default
-    if value.isascii() and value.isdecimal() and least <= int(value) <= most:
-        return int(value)
-    bounds = f"of at least {least}" if math.isinf(most) else f"from {least} to {most:,}"
-    raise UsageError(f"{name}={value}: expected a whole number {bounds}")
-
-
-def environment() -> dict[str, str]:
+def environment(settings: Settings) -> dict[str, str]:
     """The environment of commands; the programs of this Python's environment come first on the path.
 
     Python's warnings are off, since fairseq causes dozens; ``PYTHONWARNINGS=default`` shows them. What
@@ -65,60 +51,52 @@ def environment() -> dict[str, str]:
     return {
         "PYTHONWARNINGS": "ignore",
         **inherited,
+        **settings.flags,
         STARTED_BY_RECIPE: "1",
         "PYTHONSAFEPATH": "1",
         "PATH": f"{sysconfig.get_path('scripts')}{os.pathsep}{os.environ.get('PATH', '')}",
     }
 
 
-@contextmanager
-def variables(values: Mapping[str, str]) -> Iterator[None]:
-    """Set environment variables of this process and its children within the context."""
-    before = {name: os.environ.get(name) for name in values}
-    os.environ.update(values)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
-
-
-def run(lines: Iterable[str], variables: Mapping[str, str] | None = None) -> None:
-    """Print each comment and run each other line with bash; a dry run only prints all lines.
+def run(
+    lines: Iterable[str | Callable], settings: Settings, variables: Mapping[str, str] | None = None
+) -> None:
+    """Print comments, call steps (`commands.step`), run other lines with bash; a dry run only prints all.
 
     Args:
         variables: added to the commands' environment.
 
     Raises:
-        UsageError: a signal ended a command, or it failed and is not one of those that explain why.
+        CommandError: a signal ended a command, or it failed and is not one of those that explain why.
         SystemExit: a command failed and explained why; or this process received a signal (status 128 + its
             number), passed it on to the command, and the command has ended.
     """
     for line in lines:
-        if line.startswith("#") or dry_run():
+        if settings.dry_run or str(line).startswith("#"):
             print(line, flush=True)
+            continue
+        if callable(line):
+            line()
+            sys.stdout.flush()  # before what the next command prints
             continue
         with ProcessGroups() as groups:
             shell = ["bash", "-o", "pipefail", "-c", line]
-            status = groups.start(shell, environment() | dict(variables or {})).wait()
+            status = groups.start(shell, environment(settings) | dict(variables or {})).wait()
         program = line.split()[0]
         if status < 0:
-            raise UsageError(f"{program} was stopped by {signal.Signals(-status).name}")
+            raise CommandError(f"{program} was stopped by {signal.Signals(-status).name}")
         if status and program in _EXPLAINING:
             raise SystemExit(status)
         if status:
             programs = " | ".join(part.split()[0] for part in line.split(" | "))
-            raise UsageError(f"{programs} failed with exit status {status}, for the reason above")
+            raise CommandError(f"{programs} failed with exit status {status}, for the reason above")
 
 
-def run_quietly(line: str) -> None:
+def run_quietly(line: str, settings: Settings) -> None:
     """Run a line with bash; if it fails, raise UsageError with the last line of its standard error."""
     done = subprocess.run(
         ["bash", "-o", "pipefail", "-c", line],
-        env=environment(),
+        env=environment(settings),
         stdin=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,

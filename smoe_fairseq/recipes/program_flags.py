@@ -25,7 +25,7 @@ def arguments(flags: Flags) -> list[str]:
 
 def parse_flags(program: str, words: Sequence[str]) -> DictConfig:
     """fairseq's config of command-line words; raises UsageError for an unknown flag or an invalid value."""
-    from fairseq import options
+    from fairseq import options  # slow
     from fairseq.dataclass.utils import convert_namespace_to_omegaconf
 
     import smoe_fairseq.models.transformer  # noqa: F401  (registers the architectures)

@@ -160,7 +160,7 @@ def _check_criterion(cfg) -> None:
 
 
 def _has_experts(model) -> bool:
-    from smoe_fairseq.models.options import MoEOptions
+    from smoe_fairseq.models.options import MoEOptions  # imports fairseq's models
 
     sides = [side for side in ("encoder", "decoder") if hasattr(model, f"{side}_moe_freq")]
     return any(MoEOptions.moe_freq_of(model, side) > 0 for side in sides)

@@ -18,6 +18,12 @@ from smoe_fairseq.errors import UsageError, quietly
 from smoe_fairseq.files import whole_file
 from smoe_fairseq.flags import at_least, decoded, filled, flag_of
 from smoe_fairseq.host_memory import keep_freed_memory
+from smoe_fairseq.translate.directions import direction_of
+from smoe_fairseq.translate.int8 import INT8_HELP
+from smoe_fairseq.translate.load import Translator
+from smoe_fairseq.translate.readout import Translation
+from smoe_fairseq.translate.shortlist import SHORTLIST_HELP
+from smoe_fairseq.translate.text import MAX_TOKENS, BatchTranslator, Options, device_of
 
 
 def text_lines(stream: BinaryIO, size: int) -> Iterator[list[str]]:
@@ -40,15 +46,6 @@ def _decoded(line: bytes, number: int) -> str:
         raise UsageError(
             f"line {number} of standard input is not UTF-8, at position {error.start + 1}"
         ) from None
-
-
-with quietly():
-    from smoe_fairseq.translate.directions import direction_of
-    from smoe_fairseq.translate.int8 import INT8_HELP
-    from smoe_fairseq.translate.load import Translator
-    from smoe_fairseq.translate.readout import Translation
-    from smoe_fairseq.translate.shortlist import SHORTLIST_HELP
-    from smoe_fairseq.translate.text import MAX_TOKENS, BatchTranslator, Options, device_of
 
 
 _LINE_ENDS = "[\x85\u2028\u2029]"  # of some programs, in addition to those that JSON escapes

@@ -99,9 +99,9 @@ def _common_directions(dataset: Dataset, systems: Mapping[str, "_System"]) -> li
     if shared := sorted({*one.runs} & {*other.runs}):
         both = f"both have {', '.join(shared)}; expected two that share no run"
         raise UsageError(f"--compare {first} {second}: {both}")
-    if (binary := Folders(dataset.name).binary).exists():
+    if (binary := Folders(dataset).binary).exists():
         for run in (*one.runs, *other.runs):
-            folder = Folders(dataset.name).runs / run
+            folder = Folders(dataset).runs / run
             identity.check(folder, run_method(run), run_seed(run), binary)
     common = [d for d in dataset.directions if one.has(d) and other.has(d)]
     if not common:
@@ -110,7 +110,7 @@ def _common_directions(dataset: Dataset, systems: Mapping[str, "_System"]) -> li
         raise UsageError(f"no direction is scored in all of {runs}: {advice}")
     now = scores.test_checksums(dataset, common)
     if different := scores.different_tests(*one.runs.values(), *other.runs.values(), now=now):
-        texts = f"another test set than that in {Folders(dataset.name).raw}"
+        texts = f"another test set than that in {Folders(dataset).raw}"
         scored = f"{first} or {second} was scored on {texts} ({', '.join(different)})"
         raise UsageError(f"{scored}: run scripts/evaluate.sh {dataset.name} for both again")
     return common
@@ -122,7 +122,7 @@ def _settings_notes(dataset: Dataset, runs: Sequence[str]) -> list[str]:
     for method in map(run_method, runs):
         with suppress(UsageError):  # another folder, such as a copy
             own |= {f"--{flag}" for flag in method_flags(method, dataset)}
-    folder = Folders(dataset.name).runs
+    folder = Folders(dataset).runs
     found = identity.differing([folder / run for run in runs], left_out=own)
     return [f"not only the methods differ: {'; '.join(found)}"] if found else []
 
@@ -131,7 +131,7 @@ class _System:
     """The scored runs of a method, or one run."""
 
     def __init__(self, dataset: Dataset, name: str, metric: str):
-        self.metric, self.folder = metric, Folders(dataset.name).runs
+        self.metric, self.folder = metric, Folders(dataset).runs
         names = sorted(runs_of(self.folder), key=run_order)
         runs = [run for run in names if name in (run, run_method(run))]
         self.runs = {run: result for run in runs if (result := scores.read(self.folder / run))}

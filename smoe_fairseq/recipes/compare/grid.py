@@ -29,7 +29,7 @@ def number(value: float | None, digits: int = 2, sign: bool = False) -> str:
 
 def markdown(grid: Grid) -> str:
     """The table and the notes below it."""
-    return "\n".join([_table(grid, "pipe"), "", *grid.notes])
+    return "\n".join([plain(grid), "", *grid.notes])
 
 
 def as_csv(grid: Grid) -> str:
@@ -43,10 +43,11 @@ def latex(grid: Grid) -> str:
     """A tabular without packages, with the notes as comments before it."""
     rows = [["--" if word == MISSING else word for word in row] for row in grid.rows]
     comments = [f"% {note}" for note in grid.notes]
-    return "\n".join([*comments, _table(replace(grid, rows=rows), "latex")])
+    return "\n".join([*comments, plain(replace(grid, rows=rows), "latex")])
 
 
-def _table(grid: Grid, kind: str) -> str:
+def plain(grid: Grid, kind: str = "pipe") -> str:
+    """The table without the notes, in one of tabulate's formats."""
     numbers = len(grid.header) - grid.texts
     alignment = ["left"] * grid.texts + ["right"] * numbers
     options = {"tablefmt": kind, "colalign": alignment, "disable_numparse": True}

@@ -22,7 +22,7 @@ from smoe_fairseq.recipes.compare.table import system_costs
 from smoe_fairseq.recipes.datasets import Dataset
 from smoe_fairseq.recipes.evaluation import scores
 from smoe_fairseq.recipes.folders import run_method, run_order
-from smoe_fairseq.recipes.processes import dry_run, warn
+from smoe_fairseq.recipes.processes import warn
 from smoe_fairseq.recipes.study import results as study_results
 from smoe_fairseq.recipes.study.results import Result, Systems, folder_of
 
@@ -34,9 +34,9 @@ Curve = dict[float, tuple[float, float]]  # TFLOP of training and loss at each v
 
 def write_report(dataset: Dataset) -> None:
     """Write ``report.md`` and its pictures, unless in a dry run; raises UsageError without results."""
-    if dry_run():
+    if dataset.settings.dry_run:
         return
-    folder = folder_of(dataset.name)
+    folder = folder_of(dataset)
     everything = _systems(dataset)
     systems = {m: [r for r in rs if not r.diverged] or rs for m, rs in everything.items()}
     costs = {}
@@ -76,9 +76,9 @@ def write_report(dataset: Dataset) -> None:
 
 def _systems(dataset: Dataset) -> dict[str, list[Result]]:
     """The results by method in the study's order, then by seed."""
-    results = sorted(study_results.read(dataset.name), key=lambda result: run_order(result.name))
+    results = sorted(study_results.read(dataset), key=lambda result: run_order(result.name))
     if not results:
-        raise UsageError(f"{folder_of(dataset.name)} holds no runs: scripts/study.sh makes them")
+        raise UsageError(f"{folder_of(dataset)} holds no runs: scripts/study.sh makes them")
     for result in results[1:]:  # means over different directions cannot be compared
         if result.scores.keys() != results[0].scores.keys():
             both = (f"{r.folder} in {', '.join(r.scores)}" for r in (results[0], result))
@@ -91,7 +91,7 @@ def _systems(dataset: Dataset) -> dict[str, list[Result]]:
             ways = " and ".join(f"{run} with {way or 'the usual'}" for way, run in runs.items())
             raise UsageError(f"runs are evaluated in different ways: {ways}: evaluate them alike")
     if mixed := scores.different_signatures(*(result.scores for result in results)):
-        where = f"{folder_of(dataset.name)}: scores of {', '.join(sorted(mixed))}"
+        where = f"{folder_of(dataset)}: scores of {', '.join(sorted(mixed))}"
         warn(f"{where} cannot be compared, since their sacreBLEU signatures differ")
     systems: dict[str, list[Result]] = {}
     for result in results:

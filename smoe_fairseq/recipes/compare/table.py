@@ -70,7 +70,7 @@ def resource_classes(
 
 def _training_sizes(dataset: Dataset) -> dict[str, int] | None:
     """Training sentence pairs by language, as counted by prepare.sh; None before that."""
-    path = Folders(dataset.name).data / SIZES
+    path = Folders(dataset).data / SIZES
     if not path.exists():
         return None
     sizes = read_json(path, {str: int})
@@ -123,7 +123,7 @@ def side_by_side(dataset: Dataset, metric: str = scores.BLEU) -> Grid:
     Several seeds give a mean and a standard deviation. An average is missing if one of its directions is
     missing, or if signatures differ within a run or between seeds.
     """
-    folder = Folders(dataset.name).runs
+    folder = Folders(dataset).runs
     names = runs_of(folder)
     if not names:
         raise UsageError(f"{folder} holds no runs: run scripts/train.sh {dataset.name} METHOD")
@@ -172,7 +172,7 @@ def side_by_side(dataset: Dataset, metric: str = scores.BLEU) -> Grid:
             notes += _notes(dataset, run, result, metric, tests)
             notes += scores.search_notes(dataset, run)
     if any(column.directions is None for column in parts):
-        path = Folders(dataset.name).data / SIZES
+        path = Folders(dataset).data / SIZES
         notes.append(f"{path} is missing: run scripts/prepare.sh {dataset.name} for the classes")
     texts = ["method", *(["source"] if paper else [])]
     costs = ["parameters (M)", "FLOPs/token (M)"]
@@ -217,12 +217,12 @@ def system_costs(dataset: Dataset, method: str, **known) -> list[float | None]:
     except UsageError:  # another folder, such as a copy
         return [None, None]
     with quietly():
-        from smoe_fairseq.recipes.cost import system_cost
+        from smoe_fairseq.recipes.cost import system_cost  # imports fairseq
 
         try:
             cost = system_cost(dataset, method, vocab_size(dataset), **known)
         except (UsageError, ValueError) as error:  # refused in training, too, which left its folder
-            warn(f"{Folders(dataset.name).runs / method} has no cost: {error}")
+            warn(f"{Folders(dataset).runs / method} has no cost: {error}")
             return [None, None]
     return [cost.parameters / 1e6, cost.flops_per_token / 1e6]
 
@@ -253,9 +253,7 @@ def _notes(
         scored = f"{len(points)} of {len(dataset.directions)} directions are scored"
         notes.append(f"{name}: {scored}, averages over missing ones are left out")
     if different := scores.different_tests(result, now=tests):
-        texts = (
-            f"another test set than that in {Folders(dataset.name).raw} ({', '.join(different)})"
-        )
+        texts = f"another test set than that in {Folders(dataset).raw} ({', '.join(different)})"
         notes.append(f"{name}: was scored on {texts}: {again(dataset, name)}")
     if not _are_comparable(points):
         notes.append(f"{name}: scores of different sacreBLEU signatures are not averaged")

@@ -18,7 +18,6 @@ from smoe_fairseq.errors import UsageError, nearest, quietly
 from smoe_fairseq.files import read_plain, whole_files
 from smoe_fairseq.forms import read_json
 from smoe_fairseq.languages import assign
-from smoe_fairseq.recipes.config_files import dataset_file
 from smoe_fairseq.recipes.data import readers
 from smoe_fairseq.recipes.data.binarise import SPECIAL, read_dictionary
 from smoe_fairseq.recipes.datasets import Dataset
@@ -65,7 +64,7 @@ def languages_of(source: Path) -> list[str] | None:
 
 def check_languages(dataset: Dataset, known: Sequence[str]) -> None:
     """Raise UsageError unless the model knows the languages that are not declared as new, and no other."""
-    file = dataset_file(dataset.name)
+    file = dataset.file
     for language in dataset.languages:
         if language not in {*known, *dataset.new_languages}:
             (near,) = assign((language,), tuple(known))

@@ -16,13 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from smoe_fairseq.errors import UsageError
-from smoe_fairseq.files import (
-    check_plain,
-    read_plain,
-    read_text,
-    whole_files,
-    whole_folder,
-)
+from smoe_fairseq.files import check_plain, read_plain, read_text, whole_files, whole_folder
 from smoe_fairseq.recipes.data.download import extract
 from smoe_fairseq.recipes.data.raw import (
     SPLITS,

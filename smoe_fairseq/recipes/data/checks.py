@@ -9,12 +9,11 @@ from pathlib import Path
 
 import numpy as np
 import yaml
-from tabulate import tabulate
 
 from smoe_fairseq.errors import UsageError
 from smoe_fairseq.forms import read_json
 from smoe_fairseq.languages import words_in
-from smoe_fairseq.recipes.config_files import dataset_file
+from smoe_fairseq.recipes.compare.grid import Grid, plain
 from smoe_fairseq.recipes.data import readers
 from smoe_fairseq.recipes.data.binarise import UNKNOWN, read_index, token_dtype
 from smoe_fairseq.recipes.data.faults import MAX_RATIO, MAX_WORDS, SIDES, Faults
@@ -53,7 +52,7 @@ class Row:
 
 def print_checks(dataset: Dataset, workers: int = 1) -> None:
     """Print a row for each pair of a prepared data set, and advice on each problem."""
-    folders = Folders(dataset.name)
+    folders = Folders(dataset)
     files = (file for pair in dataset.pairs for file in folders.texts("train", pair).values())
     size = sum(file.stat().st_size for file in files)
     with parallel_map(functools.partial(_row, dataset, folders), workers, size) as apply:
@@ -76,8 +75,9 @@ def print_checks(dataset: Dataset, workers: int = 1) -> None:
         lines[_SHOWN:] = [f"and {more} more; the table has all pairs"]
     message = "\n    ".join(["the text has faults:", *lines])
     if settings:  # as lines that can be pasted
-        file = dataset_file(dataset.name)
-        message += f"\nTo mend them, set in {file}, delete {folders.binary} and prepare again:\n"
+        message += (
+            f"\nTo mend them, set in {dataset.file}, delete {folders.binary} and prepare again:\n"
+        )
         message += yaml.safe_dump(settings, default_flow_style=None, sort_keys=False, width=1000)
     if lines:
         warn(message.rstrip())
@@ -177,9 +177,7 @@ def _table(rows: list[Row]) -> str:
         numbers = [f"{row.counts[name]:,}" for name in names]
         unknown = f"{row.counts['unknown']:,}"
         body.append([row.pair, *numbers, leaked, unknown, scores[0], scores[1] + marked])
-    alignment = ["left"] + ["right"] * (len(header) - 1)
-    table = tabulate(body, header, tablefmt="pipe", colalign=alignment, disable_numparse=True)
-    return f"{table}\n{_LEGEND}"
+    return f"{plain(Grid(header, body))}\n{_LEGEND}"
 
 
 def _by_language(dataset: Dataset, rows: list[Row]) -> str:
@@ -193,8 +191,7 @@ def _by_language(dataset: Dataset, rows: list[Row]) -> str:
         per_word, per_thousand = subwords / max(1, words), 1000 * unknown / max(1, subwords)
         body.append([language, f"{words:,}", f"{per_word:.2f}", f"{per_thousand:.1f}"])
     header = ["language", "words", "subwords per word", "unknown per 1,000 subwords"]
-    alignment = ["left", "right", "right", "right"]
-    return tabulate(body, header, tablefmt="pipe", colalign=alignment, disable_numparse=True)
+    return plain(Grid(header, body))
 
 
 def _advice(row: Row, dataset: Dataset) -> Iterator[tuple[str, dict[str, dict]]]:

@@ -13,15 +13,15 @@ from smoe_fairseq.errors import UsageError, quietly
 from smoe_fairseq.flags import refusing_flags
 from smoe_fairseq.forms import read_json
 from smoe_fairseq.host_memory import cores
-from smoe_fairseq.recipes.commands import CommandParser, add_subword_options
+from smoe_fairseq.recipes.commands import CommandParser, Step, add_subword_options
 from smoe_fairseq.recipes.data import raw
 from smoe_fairseq.recipes.data.binarise import binarised_folder
 from smoe_fairseq.recipes.data.checks import print_checks
 from smoe_fairseq.recipes.data.download import remote_files
 from smoe_fairseq.recipes.datasets import Dataset, naming_settings
-from smoe_fairseq.recipes.folders import PARTIAL, Folders, package_folder, path_from_environment
+from smoe_fairseq.recipes.folders import PARTIAL, Folders, package_folder
 from smoe_fairseq.recipes.pretrained import is_foreign, source_of, with_pretrained
-from smoe_fairseq.recipes.processes import command, dry_run, run, step, warn, whole_number
+from smoe_fairseq.recipes.processes import command, recipe, run, warn
 from smoe_fairseq.recipes.program_flags import FAIRSEQ_POSITIONS, arguments
 
 # In the folder of binarised text: what it was made of, see `_origin`.
@@ -36,7 +36,7 @@ def prepare(dataset: Dataset, flags: Sequence[str] = ()) -> None:
     ``flags`` go to the step that learns subwords.
     Raises UsageError, before anything is written, if it was prepared from other text or settings.
     """
-    folders = Folders(dataset.name)
+    folders = Folders(dataset)
     parser = CommandParser(prog="smoe prepare")
     add_subword_options(parser)
     with naming_settings(dataset, ["subwords"], flags), refusing_flags():
@@ -49,7 +49,7 @@ def prepare(dataset: Dataset, flags: Sequence[str] = ()) -> None:
 
             if known := languages_of(Path(source)):
                 check_languages(dataset, known)
-    if dry_run():
+    if dataset.settings.dry_run:
         _prepare(dataset, folders, flags)
         return
     if _is_prepared(dataset, folders, flags):
@@ -72,7 +72,7 @@ def _is_prepared(dataset: Dataset, folders: Folders, flags: Sequence[str]) -> bo
     advice = "delete it to prepare it again"
     if changed := _changed(dataset, folders, flags):
         # Text that was gathered is used again, unless RAW names its source.
-        if changed in ("`raw`", "`source`", "`clean`") and not _source():
+        if changed in ("`raw`", "`source`", "`clean`") and not dataset.settings.raw:
             advice = f"delete it and {folders.raw} to prepare it again"
         raise UsageError(f"{folders.binary} was prepared with other {changed}: {advice}")
     print(f"{folders.binary} is prepared already: {advice}")
@@ -104,7 +104,7 @@ def _origin(dataset: Dataset, folders: Folders, flags: Sequence[str]) -> dict[st
     settings |= {"pretrained": source_of(dataset), "new-languages": dataset.new_languages}
     settings |= {"add-subwords": dataset.add_subwords, "trim": dataset.trim}
     text = {"raw/": _digests(folders.raw)}
-    if source := _source():
+    if source := dataset.settings.raw:
         text["RAW"] = _digests(source)
     return {"settings": settings, "text": text}
 
@@ -125,12 +125,8 @@ def _digests(source: Path) -> dict[str, str]:
     return digests
 
 
-def _source() -> Path | None:
-    return path_from_environment("RAW") if os.environ.get("RAW") else None
-
-
 def _prepare(dataset: Dataset, folders: Folders, flags: Sequence[str]) -> None:
-    source = _source()
+    source, dry_run = dataset.settings.raw, dataset.settings.dry_run
     if archive := _archive(dataset, folders, source):
         if flags:
             advice = "give --raw folder with text to learn others"
@@ -138,9 +134,9 @@ def _prepare(dataset: Dataset, folders: Folders, flags: Sequence[str]) -> None:
         if dataset.clean:
             advice = "leave it out, or give --raw folder with text"
             raise UsageError(f"`clean`: {archive} is used as its authors binarised it; {advice}")
-        run(_adopted(dataset, folders, archive, source))
+        run(_adopted(dataset, folders, archive, source), dataset.settings)
         return
-    if source and not source.is_dir() and not dataset.raw.get("messages") and not dry_run():
+    if source and not source.is_dir() and not dataset.raw.get("messages") and not dry_run:
         unpack = ": unpack it, and give the folder" * source.is_file()
         raise UsageError(f"RAW={source}: expected a folder with the text of {dataset.name}{unpack}")
     if source and (elsewhere := dataset.source.get("datasets")):
@@ -156,18 +152,18 @@ def _prepare(dataset: Dataset, folders: Folders, flags: Sequence[str]) -> None:
         if source or not text.exists():
             if text.exists():  # it stays until all that replaces it is complete
                 text = Path(f"{text}{PARTIAL}")
-            run(_raw_text(dataset, folders, source, text))
-        if not dry_run() or text.exists():
+            run(_raw_text(dataset, folders, source, text), dataset.settings)
+        if not dry_run or text.exists():
             tested = raw.check(dataset, text)
         for pair in sorted(set(dataset.pairs) - set(tested)):
             warn(f"{text}/test.{pair}.* is missing: {pair} will not be scored")
-        run(_binarised(dataset, folders, text, partial, flags))
+        run(_binarised(dataset, folders, text, partial, flags), dataset.settings)
     finally:
-        if not dry_run():
+        if not dry_run:
             for folder in (partial, Path(f"{folders.raw}{PARTIAL}")):
                 shutil.rmtree(folder, ignore_errors=True)
-    if not dry_run():
-        print_checks(dataset, _workers()[1])
+    if not dry_run:
+        print_checks(dataset, _workers(dataset))
 
 
 def _archive(dataset: Dataset, folders: Folders, source: Path | None) -> Path | None:
@@ -183,17 +179,17 @@ def _archive(dataset: Dataset, folders: Folders, source: Path | None) -> Path | 
 
 def _adopted(
     dataset: Dataset, folders: Folders, archive: Path, source: Path | None
-) -> Iterator[str]:
+) -> Iterator[str | Step]:
     yield f"# {dataset.name}: binarised text, subwords and tests as they are in the authors' archive"
     if not source:
-        yield step("fetch", dataset.name, folders.download)
-    words = (dataset.name, archive, folders.raw, folders.binary)
-    yield step("adopt", *words, "--longest", _longest(dataset))
+        yield Step("fetch", dataset, folders.download)
+    longest = _longest(dataset)
+    yield Step("adopt", dataset, archive, folders.raw, folders.binary, longest=longest)
 
 
 def _raw_text(
     dataset: Dataset, folders: Folders, source: Path | None, gathered: Path
-) -> Iterator[str]:
+) -> Iterator[str | Step]:
     builtin = dataset.raw.get("builtin")
     elsewhere = builtin or dataset.source.get("datasets")
     if not (source or elsewhere or remote_files(dataset)):
@@ -201,37 +197,38 @@ def _raw_text(
     yield f"# {dataset.name}: bring the text into one layout"
     text = source or (package_folder("recipes", builtin) if builtin else folders.download)
     if not source and not elsewhere:
-        yield step("fetch", dataset.name, folders.download)
+        yield Step("fetch", dataset, folders.download)
         if dataset.raw.get("messages"):
             text = folders.download / remote_files(dataset)[0].name
         elif dataset.raw.get("archives"):
             text = folders.unpacked
-            yield step("unpack", dataset.name, folders.download, folders.unpacked)
-    yield step("gather", dataset.name, text, gathered, *_workers())
+            yield Step("unpack", dataset, folders.download, folders.unpacked)
+    yield Step("gather", dataset, Path(text), gathered, workers=_workers(dataset))
 
 
 def _binarised(
     dataset: Dataset, folders: Folders, raw_text: Path, partial: Path, flags: Sequence[str]
-) -> Iterator[str]:
+) -> Iterator[str | Step]:
     text = partial / "text"
     yield f"# {dataset.name}: one sentencepiece model and dictionary for all languages"
     yield command("rm", "-rf", partial)
     if not (source := source_of(dataset)):
-        yield step("learn", raw_text, partial, *arguments(dataset.subwords), *flags)
+        # In a process of its own, since no signal interrupts sentencepiece.
+        yield recipe("learn", raw_text, partial, *arguments(dataset.subwords), *flags)
     else:
         if is_foreign(Path(source)):
             yield command("smoe", "import", source, "--output", text / "model.pt")
             source = text / "model.pt"
-        yield step("adapt", dataset.name, source, raw_text, partial)
+        yield Step("adapt", dataset, Path(source), raw_text, partial)
         dataset = with_pretrained(dataset, partial)
-    limits = ("--shards", dataset.shards, "--longest", _longest(dataset))
-    yield step("encode", partial / "spm.model", raw_text, text, *limits, *_workers())
+    options = {"longest": _longest(dataset), "workers": _workers(dataset)}
+    yield Step("encode", partial / "spm.model", raw_text, text, shards=dataset.shards, **options)
     yield f"# {dataset.name}: binarise; one set of files serves both directions of a pair"
-    yield step("binarise", dataset.name, text, partial / "dict.txt", partial, *_workers())
+    yield Step("binarise", dataset, text, partial / "dict.txt", partial, workers=_workers(dataset))
     if raw_text != folders.raw:
         yield command("rm", "-rf", folders.raw)
         yield command("mv", raw_text, folders.raw)
-    if not dry_run():
+    if not dataset.settings.dry_run:
         origin = _origin(dataset, folders, flags)
         files.write_whole(partial / _RECORD, json.dumps(origin, indent=2) + "\n")
     yield command("rm", "-rf", text, folders.binary)
@@ -243,8 +240,8 @@ def _longest(dataset: Dataset) -> int:
     return dataset.train.get("max-source-positions", FAIRSEQ_POSITIONS) - 2
 
 
-def _workers() -> tuple[str, object]:
-    return "--workers", whole_number("WORKERS", least=1) or cores()
+def _workers(dataset: Dataset) -> int:
+    return dataset.settings.workers or cores()
 
 
 def gather(dataset: Dataset, source: Path, target: Path, workers: int = 1) -> None:

@@ -61,7 +61,7 @@ def write(
     names of files and pairs have the codes of a pretrained model, if there is one.
     """
     inputs = [file for part in sections.values() for file in part.files.values() if file]
-    for replaced in (target, Folders(dataset.name).raw):
+    for replaced in (target, Folders(dataset).raw):
         check_replaceable(replaced, inputs)
     # The longest first, so that all processes end at about the same time.
     parts = sorted(sections.items(), key=lambda part: -part[1].size)

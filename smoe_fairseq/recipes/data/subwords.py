@@ -15,12 +15,7 @@ import regex
 import sentencepiece
 
 from smoe_fairseq.errors import UsageError
-from smoe_fairseq.files import (
-    refuse_existing,
-    whole_files,
-    whole_folder,
-    write_whole,
-)
+from smoe_fairseq.files import refuse_existing, whole_files, whole_folder, write_whole
 from smoe_fairseq.flags import positive
 from smoe_fairseq.host_memory import machine_memory
 from smoe_fairseq.recipes.commands import add_subword_options

@@ -13,6 +13,7 @@ from smoe_fairseq.checkpoints.content import fingerprint
 from smoe_fairseq.errors import UsageError, quietly
 from smoe_fairseq.flags import flag_of
 from smoe_fairseq.recipes import pretrained
+from smoe_fairseq.recipes.commands import Step
 from smoe_fairseq.recipes.data.raw import check
 from smoe_fairseq.recipes.data.text_files import count_lines, progress
 from smoe_fairseq.recipes.datasets import Dataset, naming_settings
@@ -29,18 +30,9 @@ from smoe_fairseq.recipes.folders import (
     whole_checkpoint,
 )
 from smoe_fairseq.recipes.methods import PRETRAINED, method_flags
-from smoe_fairseq.recipes.processes import command, dry_run, run, step, warn
+from smoe_fairseq.recipes.processes import command, run, warn
 from smoe_fairseq.recipes.program_flags import RECIPE_FLAGS, arguments, flag_values
 from smoe_fairseq.recipes.training import identity
-
-
-def is_outdated(folder: Path) -> str:
-    """The name of a run's checkpoint if it has changed since it was scored, else ""."""
-    with suppress(UsageError, OSError):  # not scored, or its checkpoints are gone
-        which, contents = scores.checkpoint_of(folder)
-        if contents and contents != fingerprints(folder, which):
-            return checkpoint_file(folder, which).name
-    return ""
 
 
 def again(dataset: Dataset, run: str) -> str:
@@ -52,7 +44,7 @@ def again(dataset: Dataset, run: str) -> str:
 
 def state_notes(dataset: Dataset, run: str) -> list[str]:
     """Notes on a run that is not what its folder's name says, or has changed since it was scored."""
-    folders, notes = Folders(dataset.name), []
+    folders, notes = Folders(dataset), []
     if folders.binary.exists():  # else the dictionaries are unknown
         try:
             identity.check(folders.runs / run, run_method(run), run_seed(run), folders.binary)
@@ -62,10 +54,14 @@ def state_notes(dataset: Dataset, run: str) -> list[str]:
 
 
 def outdated_notes(dataset: Dataset, run: str) -> list[str]:
-    """A note on a run that has changed since it was scored."""
-    changed = is_outdated(Folders(dataset.name).runs / run)
-    other = f"{changed} is another one than was scored"
-    return [f"{run}: {other}: {again(dataset, run)}"] if changed else []
+    """A note on a run whose checkpoint has changed since it was scored."""
+    folder = Folders(dataset).runs / run
+    with suppress(UsageError, OSError):  # not scored, or its checkpoints are gone
+        which, contents = scores.checkpoint_of(folder)
+        if contents and contents != fingerprints(folder, which):
+            other = f"{checkpoint_file(folder, which).name} is another one than was scored"
+            return [f"{run}: {other}: {again(dataset, run)}"]
+    return []
 
 
 def evaluate(dataset: Dataset, method: str, flags: Sequence[str], checkpoint: str = "") -> None:
@@ -82,26 +78,27 @@ def evaluate(dataset: Dataset, method: str, flags: Sequence[str], checkpoint: st
     """
     if dataset.start and method != PRETRAINED:
         _evaluate_pretrained(dataset, flags)
+    settings = dataset.settings
     evaluation = plan(dataset, method, flags, checkpoint or dataset.checkpoint)
-    scorer = scores.scorer()
+    scorer = scores.scorer(settings)
     for direction in sorted(
         {*dataset.directions, *dataset.kept_directions} - set(evaluation.directions)
     ):
-        warn(f"{direction} has no test data in {Folders(dataset.name).raw} and is left out")
-    run(evaluation.preparation)
+        warn(f"{direction} has no test data in {Folders(dataset).raw} and is left out")
+    run(evaluation.preparation, settings)
     with naming_settings(dataset, ["sacrebleu"]):
         for language in {direction.split("-")[1] for direction in evaluation.directions}:
             metrics.check_tokenizer(dataset.sacrebleu, language)
     tokenizer = str(dataset.sacrebleu.get("tokenize", ""))
     if tokenizer.startswith("flores"):
         comment = f"# the model of sacreBLEU's {tokenizer} tokenizer, which is fetched once"
-        run([comment, step("tokenizer", tokenizer)])
-    if dry_run():
-        translations.check_launch(flags)
+        run([comment, Step("tokenizer", tokenizer)], settings)
+    if settings.dry_run:
+        translations.check_launch(settings, flags)
         for direction in evaluation.directions:
             generation = command("fairseq-generate", *evaluation.generation(direction))
             comment = f"# {dataset.name} {direction}: translate and score"
-            run([comment, generation, *evaluation.scoring(direction)])
+            run([comment, generation, *evaluation.scoring(direction)], settings)
     else:
         print(f"# {dataset.name} {method}: translate and score", flush=True)
         with naming_settings(dataset, ("generate", "task"), flags):
@@ -114,9 +111,9 @@ def evaluate(dataset: Dataset, method: str, flags: Sequence[str], checkpoint: st
 
 def _evaluate_pretrained(dataset: Dataset, flags: Sequence[str]) -> None:
     """Score the model before any update, once."""
-    folder = Folders(dataset.name).runs / PRETRAINED
+    folder = Folders(dataset).runs / PRETRAINED
     if not (folder / scores.FILE).exists():
-        if not dry_run():
+        if not dataset.settings.dry_run:
             folder.mkdir(exist_ok=True)
         with suppress(locks.InUse):  # another run's evaluation does it
             evaluate(dataset, PRETRAINED, flags)
@@ -137,22 +134,22 @@ def plan(dataset: Dataset, method: str, flags: Sequence[str], which: str) -> Eva
     for flag in ("--remove-bpe", "--post-process"):
         if (value := given.get(flag, "sentencepiece")) != "sentencepiece":
             raise UsageError(f"{flag} {value}: expected sentencepiece, as words are scored")
-    folders = Folders(dataset.name)
+    folders = Folders(dataset)
     folder = folders.runs / (method if before else run_name(dataset, method))
     checkpoint, preparation = folders.binary / pretrained.MODEL, ()
     if not before:
         checkpoint, preparation = whole_checkpoint(folder, which)
-    if not dry_run() and not preparation and not checkpoint.exists():
+    if not dataset.settings.dry_run and not preparation and not checkpoint.exists():
         seed = f" --seed {seed_of(dataset)}" * (folder.name != method)
         advice = f"run scripts/train.sh {dataset.name} {method}{seed}"
         if any(folder.glob("checkpoint_last*.pt")):
             advice = "give --checkpoint last for the last one"
         raise UsageError(f"{checkpoint} is missing: {advice}")
-    if not dry_run() and not before:
+    if not dataset.settings.dry_run and not before:
         identity.check(folder, method, seed_of(dataset), folders.binary)
     directions = _directions(dataset, folders.raw)
     contents = {}
-    if not dry_run():
+    if not dataset.settings.dry_run:
         own = before and {checkpoint.name: fingerprint(checkpoint)}
         contents = own or fingerprints(folder, which)
     return Evaluation(dataset, folder, checkpoint, directions, tuple(flags), preparation, contents)
@@ -160,7 +157,7 @@ def plan(dataset: Dataset, method: str, flags: Sequence[str], which: str) -> Eva
 
 def _directions(dataset: Dataset, raw: Path) -> tuple[str, ...]:
     if not raw.exists():
-        if dry_run():
+        if dataset.settings.dry_run:
             return dataset.directions + dataset.kept_directions
         raise UsageError(f"{raw} is missing: run scripts/prepare.sh {dataset.name} first")
     tested = check(dataset, raw, needed=())
@@ -181,21 +178,23 @@ def _texts(evaluation: Evaluation) -> dict[str, scores.Texts]:
 
 def _score_by_comet(evaluation: Evaluation, scorer: scores.Scorer) -> None:
     done, texts = evaluation.complete, _texts(evaluation)
-    if dry_run():
-        run(scorer.command(each, done / f"{d}.comet.json") for d, each in texts.items())
+    if scorer.settings.dry_run:
+        lines = (scorer.command(each, done / f"{d}.comet.json") for d, each in texts.items())
+        run(lines, scorer.settings)
         return
     scorer.score(texts, done)
     _save_others(evaluation, scores.COMET)
 
 
 def _score_by_command(evaluation: Evaluation, metric: str, words: str) -> None:
+    settings = evaluation.dataset.settings
     for direction, texts in _texts(evaluation).items():
         file = evaluation.complete / f"{direction}.{metric.lower()}.json"
-        if dry_run():
-            run([f"{scores.filled_in(words, texts)}  # {metric}, a number per line"])
+        if settings.dry_run:
+            run([f"{scores.filled_in(words, texts)}  # {metric}, a number per line"], settings)
         else:
-            scores.score_by_command(metric, words, texts, file)
-    if not dry_run():
+            scores.score_by_command(metric, words, texts, file, settings)
+    if not settings.dry_run:
         _save_others(evaluation, metric)
 
 
@@ -223,7 +222,9 @@ def _translate(evaluation: Evaluation) -> None:
                 expected = f"expected as many as in {evaluation.source(direction)}, {count:,}"
                 raise UsageError(f"{reference} has {other:,} lines; {expected}")
         count = len(evaluation.directions)
-        devices = translations.choose_devices(len(left), evaluation.extra)
+        devices = translations.choose_devices(
+            evaluation.dataset.settings, len(left), evaluation.extra
+        )
         print(f"# {len(left)} of {count} directions on {devices}, the longest first", flush=True)
         jobs = {direction: evaluation.job(direction) for direction in left}
         with progress("evaluate", sum(lines.values()), "sentences") as advance:
@@ -248,7 +249,7 @@ def _translate(evaluation: Evaluation) -> None:
 def _check_model(evaluation: Evaluation) -> None:
     """Raise UsageError if the checkpoint's model has other options than the run."""
     with quietly():
-        from smoe_fairseq.analysis.cost import ARCHITECTURES, config_of, parse_model
+        from smoe_fairseq.analysis.cost import ARCHITECTURES, config_of, parse_model  # fairseq
         from smoe_fairseq.recipes.cost import saved_model, words_of
     flags = identity.flags_of(evaluation.folder)
     if flags.get("--arch") not in ARCHITECTURES:  # a run without an identity, or a model of fairseq

@@ -23,6 +23,7 @@ from smoe_fairseq.recipes.datasets import Dataset
 from smoe_fairseq.recipes.folders import Folders, test_file
 from smoe_fairseq.recipes.processes import command, run_quietly
 from smoe_fairseq.recipes.program_flags import arguments, flag_values
+from smoe_fairseq.recipes.settings import Settings
 
 FILE = "scores.json"
 UNFINISHED = "test.partial"  # next to it: the folder of an incomplete evaluation
@@ -189,7 +190,7 @@ def other_search(dataset: Dataset, folder: Path) -> str:
 
 def search_notes(dataset: Dataset, run: str) -> list[str]:
     """A note on `other_search`, if it was another."""
-    flags = other_search(dataset, Folders(dataset.name).runs / run)
+    flags = other_search(dataset, Folders(dataset).runs / run)
     return [f"{run}: translated with {flags}"] if flags else []
 
 
@@ -238,6 +239,7 @@ class Scorer:
 
     program: tuple[str, ...]
     model: str
+    settings: Settings = Settings()
 
     def command(self, texts: Texts, output: Path) -> str:
         """The command that writes a score for each line to ``output``."""
@@ -264,7 +266,7 @@ class Scorer:
                 text = (line for part in parts for line in lines_of(part))
                 file.write_text("".join(f"{line}\n" for line in text), "utf-8")
             scored = Path(name, "scores.json")
-            run_quietly(f"{self.command(together, scored)} > /dev/null")
+            run_quietly(f"{self.command(together, scored)} > /dev/null", self.settings)
             scores = self._read(scored, sum(lines.values()))
         for direction, count in lines.items():
             own, scores = scores[:count], scores[count:]
@@ -294,18 +296,18 @@ class Scorer:
         return scores
 
 
-def scorer() -> Scorer | None:
+def scorer(settings: Settings) -> Scorer | None:
     """The scorer of ``COMET``, None if it is not set; raises UsageError if the program is missing."""
-    program = shlex.split(os.environ.get("COMET", ""))
+    program = shlex.split(settings.comet)
     if not program:
         return None
     if shutil.which(program[0]) is None:
         expected = "expected comet-score of an environment with unbabel-comet (docs/recipes.md)"
         raise UsageError(f"COMET={program[0]}: there is no such program; {expected}")
-    return Scorer(tuple(program), os.environ.get("COMET_MODEL") or MODEL)
+    return Scorer(tuple(program), settings.comet_model or MODEL, settings)
 
 
-def score_by_command(metric: str, words: str, texts: Texts, file: Path) -> None:
+def score_by_command(metric: str, words: str, texts: Texts, file: Path, settings: Settings) -> None:
     """Write the scores of a data set's own metric, their mean, and the command as the signature.
 
     Args:
@@ -320,7 +322,7 @@ def score_by_command(metric: str, words: str, texts: Texts, file: Path) -> None:
             return
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder, "numbers")
-        run_quietly(f"{filled_in(words, texts)} > {shlex.quote(str(output))}")
+        run_quietly(f"{filled_in(words, texts)} > {shlex.quote(str(output))}", settings)
         lines, count = read_text(output).split(), len(lines_of(texts[1]))
     try:
         numbers = [float(line) for line in lines]

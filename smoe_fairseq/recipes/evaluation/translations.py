@@ -20,8 +20,8 @@ from smoe_fairseq.flags import flag_of
 from smoe_fairseq.host_memory import cores
 from smoe_fairseq.recipes.data.text_files import workers_for
 from smoe_fairseq.recipes.evaluation.scores import lines_of
-from smoe_fairseq.recipes.processes import whole_number
 from smoe_fairseq.recipes.program_flags import parse_flags
+from smoe_fairseq.recipes.settings import Settings
 from smoe_fairseq.recipes.training.launcher import Launch, plan_launch, visible_gpus
 
 if TYPE_CHECKING:
@@ -44,14 +44,14 @@ class Devices:
         return f"the CPU, {self.threads} thread{'s' * (self.threads > 1)}"
 
 
-def check_launch(extra: Sequence[str]) -> tuple[Launch, int | None]:
+def check_launch(settings: Settings, extra: Sequence[str]) -> tuple[Launch, int | None]:
     """What ``GPUS``, ``JOBS`` and the user's flags ask for; raises as `plan_launch`."""
-    return plan_launch(extra), whole_number("JOBS", least=1)
+    return plan_launch(settings, extra), settings.jobs
 
 
-def choose_devices(directions: int, extra: Sequence[str]) -> Devices:
+def choose_devices(settings: Settings, directions: int, extra: Sequence[str]) -> Devices:
     """The devices for a number of directions; raises as `check_launch`."""
-    launch, jobs = check_launch(extra)
+    launch, jobs = check_launch(settings, extra)
     if launch.cpu:
         import torch
 
@@ -63,20 +63,13 @@ def choose_devices(directions: int, extra: Sequence[str]) -> Devices:
 
 @dataclass(frozen=True)
 class Job:
-    """The translation of a test set.
+    """The translation of a test set."""
 
-    Args:
-        words: the arguments of ``fairseq-generate``.
-        source, reference: raw text.
-        translations: the file to write, a translation per line.
-        generated: the file of ``fairseq-generate`` to write, where S and T are raw text.
-    """
-
-    words: Sequence[str]
-    source: Path
+    words: Sequence[str]  # the arguments of ``fairseq-generate``
+    source: Path  # raw text
     reference: Path
-    translations: Path
-    generated: Path
+    translations: Path  # to write, a translation per line
+    generated: Path  # to write, as ``fairseq-generate`` does, where S and T are raw text
 
 
 def translate_all(
@@ -157,7 +150,7 @@ class Model:
         """The first tokens of ``--prefix-size``, of which that of the language is one."""
         if cfg.generation.prefix_size <= 0:
             return None
-        from smoe_fairseq.translate.readout import Readout, encoded
+        from smoe_fairseq.translate.readout import Readout, encoded  # imports fairseq
 
         translator = self.loaded.translator
         task = translator.task_for(cfg.task.source_lang, cfg.task.target_lang)
@@ -168,7 +161,7 @@ class Model:
 
     def _load(self, cfg):
         import torch
-        from fairseq.utils import split_paths
+        from fairseq.utils import split_paths  # slow, and not needed for a dry run
 
         from smoe_fairseq.translate.load import Translator
         from smoe_fairseq.translate.text import BatchTranslator
@@ -197,7 +190,7 @@ def _options(cfg, ours: bool):
     """The flags of the search; raises UsageError for one that only fairseq's search supports."""
     from fairseq.dataclass.configs import GenerationConfig
 
-    from smoe_fairseq.translate.text import Options
+    from smoe_fairseq.translate.text import Options  # imports fairseq
 
     own = {field.name for field in fields(Options)} & vars(GenerationConfig()).keys()
     for name, default in vars(GenerationConfig()).items():

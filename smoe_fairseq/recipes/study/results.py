@@ -29,13 +29,7 @@ from smoe_fairseq.recipes.compare.statistics import spearman
 from smoe_fairseq.recipes.datasets import Dataset
 from smoe_fairseq.recipes.evaluation import scores
 from smoe_fairseq.recipes.evaluation.scores import Score
-from smoe_fairseq.recipes.folders import (
-    Folders,
-    checkpoint_file,
-    path_from_environment,
-    run_method,
-    run_seed,
-)
+from smoe_fairseq.recipes.folders import Folders, checkpoint_file, run_method, run_seed
 from smoe_fairseq.recipes.methods import method_flags
 from smoe_fairseq.recipes.processes import command
 from smoe_fairseq.recipes.program_flags import arguments, flag_values
@@ -55,9 +49,9 @@ _ABOUT = {"command": str, "commit": str, "machine": str, "versions": dict, "upda
 _ABOUT |= {"flags?": {str: str}, "dictionary?": (None, str), "limits?": (None, {str: str})}
 
 
-def folder_of(dataset: str) -> Path:
+def folder_of(dataset: Dataset) -> Path:
     """The data set's folder in ``RESULTS_DIR`` (results/)."""
-    return path_from_environment("RESULTS_DIR", "results") / dataset
+    return dataset.settings.results_dir / dataset.name
 
 
 # The commits and machines that trained a run.
@@ -117,10 +111,10 @@ def _machine(variables: Mapping[str, str]) -> str:
 
 def are_saved(dataset: Dataset, name: str, words: Sequence[str], processes: int) -> bool:
     """Whether a run has results; raises UsageError if they were made with other settings than ``words``."""
-    folder = folder_of(dataset.name) / name
+    folder = folder_of(dataset) / name
     if not (folder / FILE).exists():
         return False
-    about, method, data = _about(folder), run_method(name), Folders(dataset.name).binary
+    about, method, data = _about(folder), run_method(name), Folders(dataset).binary
     if (limits := about.get("limits")) is None:  # earlier versions kept only the command
         typed = flag_values(shlex.split(about["command"].split(" && ")[0]))
         recipe = dataset.train | validation_flags(dataset) | method_flags(method, dataset)
@@ -138,7 +132,7 @@ def are_saved(dataset: Dataset, name: str, words: Sequence[str], processes: int)
 
 def save(dataset: Dataset, name: str, line: str) -> None:
     """Write the results of a run that ``line`` trained."""
-    folders = Folders(dataset.name)
+    folders = Folders(dataset)
     run = folders.runs / name
     for folder, default in ((folders.data, "data"), (folders.runs, "runs")):
         line = line.replace(f"{folder}/", f"{default}/{dataset.name}/")  # the same on any machine
@@ -162,7 +156,7 @@ def save(dataset: Dataset, name: str, line: str) -> None:
         EXPERTS: _experts_per_token(logged),
     }
     routing = routing_summary(run)
-    with whole_folder(folder_of(dataset.name) / name, replace=True) as folder:
+    with whole_folder(folder_of(dataset) / name, replace=True) as folder:
         shutil.copyfile(run / scores.FILE, folder / scores.FILE)
         with open(folder / CURVE, "w", encoding="utf-8") as file:
             writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
@@ -204,7 +198,7 @@ def _experts_per_token(logged: Mapping[int, Mapping[str, float]]) -> float | Non
 def commands(dataset: Dataset, run: Path) -> list[str]:
     """The commands that analyse the test set, for `routing_summary`."""
     checkpoint = checkpoint_file(run, dataset.checkpoint)
-    data = Folders(dataset.name).binary_path(dataset.shards)
+    data = Folders(dataset).binary_path(dataset.shards)
     analyze = ("smoe", "analyze", data, "--path", checkpoint, "--gen-subset", "test")
     return [command("rm", "-rf", run / ANALYSIS), command(*analyze, "--output", run / ANALYSIS)]
 
@@ -303,7 +297,7 @@ class Result:
 Systems = Mapping[str, Sequence[Result]]  # by method, a result for each seed
 
 
-def read(dataset: str) -> list[Result]:
+def read(dataset: Dataset) -> list[Result]:
     """The results of all runs, ordered by name."""
     folders = sorted(file.parent for file in folder_of(dataset).glob(f"*/{FILE}"))
     return [_read(folder) for folder in folders if folder.suffix not in (".partial", ".old")]

@@ -8,7 +8,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from smoe_fairseq.errors import UsageError
@@ -20,16 +20,9 @@ from smoe_fairseq.recipes.datasets import Dataset
 from smoe_fairseq.recipes.evaluation import scores
 from smoe_fairseq.recipes.folders import Folders, run_name, seeds_of
 from smoe_fairseq.recipes.methods import has_strata, method_flags, tables
-from smoe_fairseq.recipes.processes import (
-    ProcessGroups,
-    dry_run,
-    environment,
-    step,
-    variables,
-    warn,
-    whole_number,
-)
+from smoe_fairseq.recipes.processes import ProcessGroups, environment, recipe, warn
 from smoe_fairseq.recipes.program_flags import flag_values
+from smoe_fairseq.recipes.settings import Settings
 from smoe_fairseq.recipes.study import results
 from smoe_fairseq.recipes.training.launcher import plan_launch, visible_gpus
 from smoe_fairseq.recipes.training.train import plan
@@ -59,14 +52,14 @@ class Run:
 
     @property
     def folder(self) -> Path:
-        return Folders(self.dataset.name).runs / self.name
+        return Folders(self.dataset).runs / self.name
 
     @property
     def line(self) -> str:
         """The commands, which do not repeat complete training and evaluation."""
         steps = [
-            step("train", self.dataset.name, self.method, *self.flags),
-            step("evaluate", self.dataset.name, self.method),
+            recipe("train", self.dataset.name, self.method, *self.flags),
+            recipe("evaluate", self.dataset.name, self.method),
         ]
         if self.strata:
             steps += results.commands(self.dataset, self.folder)
@@ -95,14 +88,14 @@ def study(dataset: Dataset, flags: Sequence[str]) -> None:
         SystemExit: a signal stopped all runs; the next start resumes them.
     """
     runs = _runs(dataset, flags)
-    folders = Folders(dataset.name)
-    if not dry_run():
+    folders, settings = Folders(dataset), dataset.settings
+    if not settings.dry_run:
         folders.check_prepared(dataset.pairs)
-    slots = _slots()
-    with variables({"GPUS": slots[0]["GPUS"]}):  # report invalid settings before any run
-        plans = {
-            method: plan(dataset, method, runs[0].flags) for method in {r.method for r in runs}
-        }
+    slots = _slots(settings)
+    as_one = replace(settings, flags=settings.flags | {"GPUS": slots[0]["GPUS"]})
+    one = replace(dataset, settings=as_one)
+    # This reports invalid settings before any run.
+    plans = {method: plan(one, method, runs[0].flags) for method in {r.method for r in runs}}
 
     def is_done(run: Run) -> bool:
         launch, words, _ = plans[run.method]
@@ -110,13 +103,13 @@ def study(dataset: Dataset, flags: Sequence[str]) -> None:
 
     left = [run for run in runs if not is_done(run)]
     print(f"# {dataset.name}: {len(left)} of {len(runs)} runs are still to do", flush=True)
-    if dry_run():
+    if settings.dry_run:
         for run in left:
             print(f"SEED={run.seed} {run.line}")
         return
     for run in left:  # raises UsageError before the work
         results.summarize_starts(run.folder)
-    results.folder_of(dataset.name).mkdir(parents=True, exist_ok=True)
+    results.folder_of(dataset).mkdir(parents=True, exist_ok=True)
     folders.runs.mkdir(parents=True, exist_ok=True)
     lock_folder(folders.runs, LOCK)  # before any start is recorded
     failed = _work(left, slots) if left else []
@@ -204,20 +197,20 @@ def _save(run: Run) -> bool:
     return True
 
 
-def _slots() -> dict[int, dict[str, str]]:
+def _slots(settings: Settings) -> dict[int, dict[str, str]]:
     """The slots for parallel runs, with the environment variables of each.
 
     Without a GPU there are ``JOBS`` slots, by default as many as cores and memory allow. With GPUs there is
     one slot with all of them, or ``JOBS`` slots that divide them. If there are more slots than GPUs, slots
     share a GPU, of which a small model leaves most idle.
     """
-    launch = plan_launch(())
+    launch = plan_launch(settings, ())
     if launch.cpu:
         fit = (machine_memory() or 1 << 62) // _RUN_MEMORY
-        slots = whole_number("JOBS", least=1) or max(1, min(cores(), fit))
+        slots = settings.jobs or max(1, min(cores(), fit))
         threads = str(max(1, cores() // slots))
         return dict.fromkeys(range(slots), {"GPUS": "0", "JOBS": "1", "OMP_NUM_THREADS": threads})
-    slots = whole_number("JOBS", least=1, default=1)
+    slots = settings.jobs or 1
     if slots == 1:
         return {0: {"GPUS": str(launch.gpus), "JOBS": ""}}
     gpus, environments = visible_gpus(launch.gpus), {}
@@ -232,7 +225,7 @@ def _slots() -> dict[int, dict[str, str]]:
 def _start(groups: ProcessGroups, run: Run, variables: dict[str, str]) -> None:
     run.folder.mkdir(parents=True, exist_ok=True)
     results.record_start(run.folder, variables)
-    variables = environment() | variables | {"SEED": str(run.seed)}
+    variables = environment(run.dataset.settings) | variables | {"SEED": str(run.seed)}
     with open_plain(run.folder / LOG, append=True) as log:
         output = {"stdout": log, "stderr": subprocess.STDOUT}
         run.process = groups.start(["bash", "-c", run.line], variables, **output)

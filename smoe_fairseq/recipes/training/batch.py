@@ -1,6 +1,5 @@
 """The batch of a run: tokens (or sentences) per update, the same on any number of ranks."""
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -58,11 +57,7 @@ def batch_choices(dataset: Dataset) -> str:
 
 
 def plan_batch(
-    dataset: Dataset,
-    flags: Flags,
-    ranks: int,
-    extra: Sequence[str] = (),
-    least: int = 1,
+    dataset: Dataset, flags: Flags, ranks: int, extra: Sequence[str] = (), least: int = 1
 ) -> Batch | None:
     """Divide the batch over the ranks.
 
@@ -83,7 +78,7 @@ def plan_batch(
             share the batch.
     """
     frequencies = flag_values(extra).get("--update-freq", str(flags.get("update-freq", 1)))
-    name = os.environ.get("BATCH") or ("paper" if _named(dataset) else "")
+    name = dataset.settings.batch or ("paper" if _named(dataset) else "")
     if not name and {",", "["} & set(frequencies):
         return None
     typed = {name: _number(extra, f"--{name}") for name in (*SIZES, "update-freq")}

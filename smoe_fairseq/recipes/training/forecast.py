@@ -6,7 +6,6 @@ from smoe_fairseq.errors import UsageError, quietly
 from smoe_fairseq.host_memory import machine_memory
 from smoe_fairseq.recipes.datasets import Dataset
 from smoe_fairseq.recipes.folders import Folders, vocab_size
-from smoe_fairseq.recipes.processes import whole_number
 from smoe_fairseq.recipes.program_flags import flag_values, parse_flags
 from smoe_fairseq.recipes.training.batch import longest_sentence
 from smoe_fairseq.recipes.training.launcher import Launch
@@ -20,7 +19,7 @@ def forecast(dataset: Dataset, launch: Launch, words: Sequence[str]) -> tuple[li
     Raises:
         UsageError: a flag is unknown to fairseq-train, or such a model is impossible.
     """
-    if whole_number("FORECAST", 0, 1, 1) == 0:
+    if not dataset.settings.forecast:
         return [], []
     with quietly():
         parse_flags("fairseq-train", words)
@@ -28,7 +27,7 @@ def forecast(dataset: Dataset, launch: Launch, words: Sequence[str]) -> tuple[li
         with quietly():
             return _forecast(dataset, launch, [*(["--cpu"] if launch.cpu else []), *words])
     except Exception as error:
-        from smoe_fairseq.models.memory import NotForecastError
+        from smoe_fairseq.models.memory import NotForecastError  # imports fairseq
 
         impossible = isinstance(error, UsageError) and str(error).startswith("--")
         if impossible and not isinstance(error, NotForecastError):
@@ -38,14 +37,14 @@ def forecast(dataset: Dataset, launch: Launch, words: Sequence[str]) -> tuple[li
 
 
 def _forecast(dataset: Dataset, launch: Launch, words: list[str]) -> tuple[list[str], list[str]]:
-    import fairseq  # noqa: F401  (registers the plugin's model)
+    import fairseq  # noqa: F401  (registers the plugin's model; slow)
 
     from smoe_fairseq.analysis.cost import build_meta_model, count, parse_run
     from smoe_fairseq.analysis.processes import mebibytes, process_cost
     from smoe_fairseq.models import memory
 
     flags, ranks = parse_run(words), launch.processes
-    length = longest_sentence(Folders(dataset.name).binary)
+    length = longest_sentence(Folders(dataset).binary)
     known = "the longest" if length else "assumed"
     length = length or memory.LENGTH
     values = flag_values(words)

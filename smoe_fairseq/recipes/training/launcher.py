@@ -5,11 +5,12 @@ import socket
 import threading
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 
 from smoe_fairseq.errors import UsageError
-from smoe_fairseq.recipes.processes import PYTHON, dry_run, whole_number
+from smoe_fairseq.recipes.processes import PYTHON
+from smoe_fairseq.recipes.settings import Settings
 
 LAUNCHERS = ("plain", "torchrun", "slurm")
 TIMEOUT_SECONDS = 5  # for a torchrun to answer at its port
@@ -26,6 +27,7 @@ class Launch:
     nodes: int
     gpus: int
     cpu: bool = False
+    settings: Settings = field(default=Settings(), compare=False)
 
     @property
     def processes(self) -> int:
@@ -37,16 +39,22 @@ class Launch:
         """Whether ``MASTER_PORT`` is used; otherwise torchrun takes a free port."""
         return self.launcher == "slurm" or (self.launcher == "torchrun" and self.nodes > 1)
 
+    @property
+    def endpoint(self) -> tuple[str, int]:
+        """Address and port where the machines meet, the same on all."""
+        return self.settings.master_addr or "localhost", self.settings.master_port
+
     def words(self, program: str) -> list[str]:
         """The command that starts a program in every process."""
         if self.launcher == "plain":
             return [program]
         each = ["--nproc-per-node", str(max(1, self.gpus)), "--no-python", program]
         # A dry run prints torch's command, a run starts ours (torchrun.py).
-        torchrun = ["torchrun"] if dry_run() else [*PYTHON, "-m", f"{__package__}.torchrun"]
+        ours = [*PYTHON, "-m", f"{__package__}.torchrun"]
+        torchrun = ["torchrun"] if self.settings.dry_run else ours
         if not self.uses_master_port:
             return [*torchrun, "--standalone", *each]
-        address, port = endpoint()
+        address, port = self.endpoint
         start = [*torchrun, "--nnodes", str(self.nodes), "--rdzv-backend", "c10d"]
         start += ["--rdzv-id", os.environ.get("SLURM_JOB_ID") or "smoe"]
         start += ["--rdzv-endpoint", f"{address}:{port}", *each]
@@ -66,28 +74,27 @@ class Launch:
         return flags | {"distributed-world-size": 1}
 
 
-def plan_launch(extra: Sequence[str]) -> Launch:
+def plan_launch(settings: Settings, extra: Sequence[str]) -> Launch:
     """The launch requested by ``GPUS``, ``NODES`` and ``LAUNCHER``.
 
     By default all GPUs of this machine, 1 node, and torchrun for several processes. The processes compute on
     the CPU if the flags ``extra`` contain ``--cpu`` or this machine has no GPU. A dry run and SLURM ignore
     this machine's GPUs, since the run is for other machines.
     """
-    gpus = whole_number("GPUS", least=0)
-    nodes = whole_number("NODES", least=1, default=1)
+    gpus, nodes = settings.gpus, settings.nodes
     if gpus is None:
         import torch
 
         gpus = torch.cuda.device_count()
     several = nodes * gpus > 1 or nodes > 1
-    launcher = os.environ.get("LAUNCHER") or ("torchrun" if several else "plain")
+    launcher = settings.launcher or ("torchrun" if several else "plain")
     if launcher not in LAUNCHERS:
         raise UsageError(f"LAUNCHER={launcher}: choose one of {', '.join(LAUNCHERS)}")
     if launcher == "plain" and several:
         both = f"NODES={nodes} with GPUS={gpus}"
         raise UsageError(f"LAUNCHER=plain is for one process, not {both}: choose torchrun or slurm")
     cpu = gpus == 0 or "--cpu" in extra
-    if not cpu and launcher != "slurm" and not dry_run():
+    if not cpu and launcher != "slurm" and not settings.dry_run:
         import torch
 
         available = torch.cuda.device_count()
@@ -95,7 +102,7 @@ def plan_launch(extra: Sequence[str]) -> Launch:
             expected = "expected at most as many, or --cpu behind the method"
             raise UsageError(f"GPUS={gpus}: this machine has {available}; {expected}")
         cpu = available == 0
-    return Launch(launcher, nodes, gpus, cpu)
+    return Launch(launcher, nodes, gpus, cpu, settings)
 
 
 def visible_gpus(count: int) -> list[str]:
@@ -109,18 +116,12 @@ def visible_gpus(count: int) -> list[str]:
 # because torchrun waits for minutes or forever if another program uses it.
 
 
-def endpoint() -> tuple[str, int]:
-    """Address and port, the same on all machines; raises UsageError for an invalid port."""
-    port = whole_number("MASTER_PORT", 1, 29500, most=2**16 - 1)
-    return os.environ.get("MASTER_ADDR") or "localhost", port
-
-
-def check_port(torchrun: bool = True) -> None:
+def check_port(launch: Launch, torchrun: bool = True) -> None:
     """Raise UsageError if another program uses the port on this machine.
 
     torchrun: whether a torchrun may use it, such as one that runs another node on this machine.
     """
-    address, port = endpoint()
+    address, port = launch.endpoint
     if _is_used(address, port) and not (torchrun and _is_torchrun(address, port)):
         used = f"MASTER_PORT {port} is in use by another program on this machine"
         raise UsageError(f"{used}: set it to a free port, the same on all machines")

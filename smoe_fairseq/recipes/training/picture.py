@@ -42,7 +42,7 @@ def draw(folder: Path, log: Path) -> Path | None:
         if max(lengths, default=0) < MIN_POINTS:
             return None
         with quietly():
-            from smoe_fairseq.analysis import figures
+            from smoe_fairseq.analysis import figures  # imports matplotlib, perhaps missing
     except UsageError:
         return None
     panels = [panel for panel in (LOSS, SCORES, RATE) if panel in by_panel]

@@ -22,7 +22,7 @@ def precision_flags(
         extra: all other flags; if one of them sets the precision, no flag is added.
         resumed: the flags of the run to resume, whose precision ``auto`` keeps.
     """
-    variable = os.environ.get("PRECISION")
+    variable = launch.settings.precision
     requested = variable or precision
     if requested not in PRECISIONS:
         setting = f"PRECISION={requested}" if variable else f"precision: {requested}"

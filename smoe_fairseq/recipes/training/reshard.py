@@ -4,15 +4,15 @@ import os
 import re
 from pathlib import Path
 
-from smoe_fairseq.compat.checkpoint_names import rank_files
+from smoe_fairseq.compat.checkpoint_names import rank_file, rank_files
 from smoe_fairseq.files import whole_folder
-from smoe_fairseq.recipes.processes import step
+from smoe_fairseq.recipes.commands import Step
 
 LAST, RESUMED = "checkpoint_last.pt", ("checkpoint_last.pt", "checkpoint_best.pt")
 _STAGED = re.compile(r"resharded-(\d+)-to-\d+(\.moving)?")
 
 
-def reshard_lines(folder: Path, ranks: int) -> list[str]:
+def reshard_lines(folder: Path, ranks: int) -> list[str | Step]:
     """The step to run before resuming, with a comment; empty if the number of ranks is the same.
 
     Args:
@@ -25,7 +25,7 @@ def reshard_lines(folder: Path, ranks: int) -> list[str]:
     return [
         f"# {folder}: reshard the experts of {saved} rank{'s' * (saved != 1)} for {ranks}; keep the old "
         f"checkpoints in {_backup_folder(folder, saved).name}/",
-        step("reshard", folder, ranks),
+        Step("reshard", folder, ranks),
     ]
 
 
@@ -48,9 +48,8 @@ def reshard(folder: Path, ranks: int) -> None:
     Raises:
         UsageError: a set is incomplete, or the ranks cannot divide its experts.
     """
-    from smoe_fairseq.checkpoints.reading import Record, open_checkpoint
+    from smoe_fairseq.checkpoints.reading import Record, open_checkpoint  # imports torch
     from smoe_fairseq.checkpoints.sets import Shards, write_set
-    from smoe_fairseq.compat.checkpoint_names import rank_file
 
     _finish(folder)
     saved = _ranks_of(folder)

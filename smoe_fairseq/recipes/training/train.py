@@ -11,11 +11,10 @@ from smoe_fairseq.errors import UsageError
 from smoe_fairseq.files import open_plain
 from smoe_fairseq.plugins import imported
 from smoe_fairseq.recipes import pretrained
-from smoe_fairseq.recipes.config_files import dataset_file
 from smoe_fairseq.recipes.datasets import Dataset, naming_settings
 from smoe_fairseq.recipes.folders import Folders, package_folder, run_name, seed_of
 from smoe_fairseq.recipes.methods import PRETRAINED, has_strata, method_flags
-from smoe_fairseq.recipes.processes import command, dry_run, run, warn
+from smoe_fairseq.recipes.processes import CommandError, command, run, warn
 from smoe_fairseq.recipes.program_flags import Flags, arguments, flag_values
 from smoe_fairseq.recipes.training import identity, picture
 from smoe_fairseq.recipes.training.batch import (
@@ -26,7 +25,7 @@ from smoe_fairseq.recipes.training.batch import (
     without_sizes,
 )
 from smoe_fairseq.recipes.training.forecast import forecast
-from smoe_fairseq.recipes.training.launcher import Launch, check_port, endpoint, plan_launch
+from smoe_fairseq.recipes.training.launcher import Launch, check_port, plan_launch
 from smoe_fairseq.recipes.training.precision import precision_flags
 from smoe_fairseq.recipes.training.reshard import reshard_lines
 from smoe_fairseq.training import screen
@@ -57,8 +56,8 @@ def train(dataset: Dataset, method: str, flags: Sequence[str], force_resume: boo
     """
     if "TORCHELASTIC_RUN_ID" in os.environ:
         raise UsageError("torchrun: a recipe starts it itself; expected GPUS or --gpus instead")
-    folders = Folders(dataset.name)
-    if not dry_run():
+    folders = Folders(dataset)
+    if not dataset.settings.dry_run:
         folders.check_prepared(dataset.pairs)
     launch, words, notes = plan(dataset, method, flags)
     folder = Path(flag_values(words)["--save-dir"])
@@ -82,12 +81,12 @@ def train(dataset: Dataset, method: str, flags: Sequence[str], force_resume: boo
     # With SLURM, this one recipe starts all machines.
     machines = launch.nodes if launch.launcher == "torchrun" else 1
     if machines > 1:
-        met = ":".join(map(str, endpoint()))
+        met = ":".join(map(str, launch.endpoint))
         wait = f"# the {machines} machines wait for one another at {met} for up to ten minutes"
         notes += [f"{wait}; MASTER_ADDR is the first one's address, on all of them"]
-    if not dry_run():
+    if not dataset.settings.dry_run:
         if launch.uses_master_port:
-            check_port()
+            check_port(launch)
         run_identity = (method, folders.binary, [*words, *started], launch.processes)
         if not identity.claim(*run_identity, force_resume, machines):
             limits = " or ".join(identity.limits(flag_values(words))) or "--max-update"
@@ -126,12 +125,12 @@ def _run_lines(
     ]
     if identity.is_joined(folder):
         lines = lines[-1:]  # the first machine prepares the folder
-    if not dry_run():
+    if not dataset.settings.dry_run:
         lines.insert(-1, f"# the log is {folder / LOG}")
         folder.mkdir(parents=True, exist_ok=True)
         begin_log(folder / LOG, line)
     _run(lines, folder, launch, Path(values["--log-file"]))
-    if not dry_run():
+    if not dataset.settings.dry_run:
         identity.finish(words)
         (folder / pretrained.UPCYCLED).unlink(missing_ok=True)
         if not identity.is_joined(folder):
@@ -142,7 +141,7 @@ def _run_lines(
 
 def _start(dataset: Dataset, words: Sequence[str], folder: Path) -> tuple[list[str], list[str]]:
     """The flag that starts from the pretrained model, and the command that gives it experts before."""
-    model = Folders(dataset.name).binary / pretrained.MODEL
+    model = Folders(dataset).binary / pretrained.MODEL
     if (experts := pretrained.upcycled_flags(words)) is None:
         return ["--finetune-from-model", str(model)], []
     upcycled, seed = folder / pretrained.UPCYCLED, flag_values(words).get("--seed", "1")
@@ -159,12 +158,12 @@ def plan(
     if method == PRETRAINED:
         raise UsageError(f"{method} is the model before training; expected a method, such as dense")
     folder = flag_values(flags).get("--save-dir")
-    folder = Path(folder or Folders(dataset.name).runs / run_name(dataset, method))
+    folder = Path(folder or Folders(dataset).runs / run_name(dataset, method))
     recipe = dataset.train | validation_flags(dataset) | method_flags(method, dataset)
     recipe |= {"seed": seed_of(dataset)}
     if flag_values(flags).get("--criterion", recipe.get("criterion")) != CRITERION:
         recipe.pop("save-interval-minutes", None)  # a flag of ours
-    launch = plan_launch([*arguments(recipe), *flags])
+    launch = plan_launch(dataset.settings, [*arguments(recipe), *flags])
     recipe, extra, notes = _adapt_flags(dataset, recipe, launch, flags, folder)
     words = [*data_arguments(dataset), *arguments(recipe)]
     words += ["--save-dir", str(folder), "--log-file", str(folder / LOG), *extra]
@@ -212,10 +211,10 @@ def _adapt_flags(
     if launch.cpu and launch.gpus:
         each = "rank computes" if launch.processes == 1 else "ranks compute"
         notes.append(f"# {launch.processes} {each} on the CPU")
-    elif dry_run() and launch.launcher == "torchrun":
+    elif launch.settings.dry_run and launch.launcher == "torchrun":
         notes.append("# on a machine without a GPU, --cpu --distributed-backend gloo replaces fp16")
     resumed = identity.flags_of(folder) if identity.is_saved(folder) else {}
-    longest = longest_sentence(Folders(dataset.name).binary)
+    longest = longest_sentence(Folders(dataset).binary)
     longest = longest or flags.get("max-source-positions") or 1
     least = min(longest, most_positions(flags, extra))
     batch = plan_batch(dataset, flags, launch.processes, extra, least)
@@ -232,7 +231,8 @@ def _adapt_flags(
     # `fp16` and `bf16` in `train` of a data set are old forms of `precision: auto` and `precision: bf16`.
     flags.pop("fp16", None)
     requested = "bf16" if flags.pop("bf16", False) else dataset.precision
-    precision, why = precision_flags(requested, launch, [*arguments(flags), *extra], resumed)
+    words = [*arguments(flags), *extra]
+    precision, why = precision_flags(requested, launch, words, resumed)
     return flags | precision, extra, notes + why
 
 
@@ -240,12 +240,12 @@ def _run(lines: Sequence[str], folder: Path, launch: Launch, log: Path) -> None:
     """`run` the lines; if training started and ended early, say how to resume it."""
     logged = log.stat().st_size if log.is_file() else 0
     try:
-        run(lines, screen_variables())
-    except (SystemExit, UsageError) as ended:
-        stopped = isinstance(ended, UsageError) or ended.code >= 128  # by a signal
+        run(lines, launch.settings, screen_variables())
+    except (SystemExit, CommandError) as ended:
+        stopped = isinstance(ended, CommandError) or ended.code >= 128  # by a signal
         if launch.uses_master_port and not stopped:
             # Perhaps ours waited in vain, because another run's torchrun uses the port.
-            check_port(torchrun=False)
+            check_port(launch, torchrun=False)
         if not stopped and not (log.is_file() and STARTED_LINE in log.read_bytes()[logged:]):
             raise
         how = f"without {folder}/checkpoint_last.pt the same command starts again"
@@ -254,7 +254,7 @@ def _run(lines: Sequence[str], folder: Path, launch: Launch, log: Path) -> None:
             how = f"the same command resumes from {saved}"
             if not stopped:
                 how = f"once the cause is fixed, {how}"
-        if isinstance(ended, UsageError):
+        if isinstance(ended, CommandError):
             raise UsageError(f"{ended}; {how}") from None
         warn(f"training has ended early; {how}")
         raise
@@ -264,13 +264,13 @@ def data_arguments(dataset: Dataset) -> list[str]:
     """The arguments that training and generation share: data, plugin, task and language tokens."""
     # Text that its authors binarised is one shard.
     shards = 1 if dataset.raw.get("binarised") else dataset.shards
-    data = Folders(dataset.name).binary_path(shards)
+    data = Folders(dataset).binary_path(shards)
     plugins = os.pathsep.join([package_folder(), *imported])
     words = [data, "--user-dir", plugins, *arguments(dataset.task)]
     languages = dataset.languages
     if dataset.start:  # all that the model knows, so that it can translate them after training, too
         languages = dataset.start["languages"]
-        words += ["--fixed-dictionary", str(Folders(dataset.name).binary / "dict.txt")]
+        words += ["--fixed-dictionary", str(Folders(dataset).binary / "dict.txt")]
     words += ["--langs", ",".join(languages)]
     return words + ["--lang-pairs", ",".join(dataset.directions)]
 
@@ -288,5 +288,5 @@ def _check_complete(dataset: Dataset, words: Sequence[str]) -> None:
     for flags, example in REQUIRED_FLAGS.items():
         if not present & set(flags):
             line = f"`{flags[0].lstrip('-')}: {example}`"
-            places = f"behind the method, or in `train` of {dataset_file(dataset.name)}"
+            places = f"behind the method, or in `train` of {dataset.file}"
             raise UsageError(f"{flags[0]} is missing: expected it {places}, such as {line}")
