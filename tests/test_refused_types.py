@@ -9,6 +9,7 @@ import numpy
 import pytest
 import torch
 from commands import TINY, generation, run
+from fairseq import checkpoint_utils  # noqa: F401  (allows the types of its checkpoints)
 
 NORMS = ("--encoder-normalize-before", "--decoder-normalize-before")
 REST = (
