@@ -17,15 +17,13 @@ from smoe_fairseq.modules import StratifiedMoE, fused
 
 OWN = "fused-triton"  # products by our own kernels
 GROUPED = {"execution": "grouped", "width": 39, "inner": 150}  # sizes that torch's product refuses
+FULL = {"capacity_factor": 0.7}
 CASES = {
     "one expert of five": ("5", {"top_k": 1, "capacity_factor": 0.0}),
     "two experts": ("5", {"capacity_factor": 0.0}),
-    "capacity": ("2-3", {"capacity_factor": 0.7}),
-    "weights before the drop": (
-        "2-3",
-        {"capacity_factor": 0.7, "gate_normalization": "before-drop"},
-    ),
-    "raw weights": ("2-3", {"capacity_factor": 0.7, "gate_normalization": "none"}),
+    "capacity": ("2-3", FULL),
+    "weights before the drop": ("2-3", {**FULL, "gate_normalization": "before-drop"}),
+    "raw weights": ("2-3", {**FULL, "gate_normalization": "none"}),
     "three of many": ("2-0-3-12", {"top_k": 3, "capacity_factor": 1.1}),
     "empty strata and experts": ("1-2-2", {"capacity_factor": 0.0}),
     "evaluation": ("2-3", {"capacity_factor": 0.5, "dropout": 0.3}),
@@ -105,18 +103,19 @@ def compare(name: str) -> list[str]:
     return wrong
 
 
-OTHERS = {
-    "another activation": {"activation_fn": "gelu"},
-    "another gate": {"gate": "threshold"},
-    "sigmoid scores": {"scores": "sigmoid"},
-    "null experts": {"null_experts": 2},
-    "a bias": {"balance": "bias"},
-    "capacity by score": {"drop_order": "score", "capacity_factor": 0.5},
-    "released norms": {"norms": "released"},
-    "stacked": {"stacked": True},
-    "a budget": {"capacity_budget": 1.2},
-    "masked outputs": {"eom": 0.2},
-}
+OTHERS = [
+    {"activation_fn": "gelu"},
+    {"gate": "threshold"},
+    {"scores": "sigmoid"},
+    {"null_experts": 2},
+]
+OTHERS += [
+    {"balance": "bias"},
+    {"drop_order": "score", "capacity_factor": 0.5},
+    {"norms": "released"},
+]
+OTHERS += [{"stacked": True}, {"capacity_budget": 1.2}, {"eom": 0.2}]
+OTHERS = {str(options): options for options in OTHERS}
 
 
 def others(name: str) -> list[str]:
