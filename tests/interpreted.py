@@ -262,12 +262,11 @@ def sharded(name: str) -> list[str]:
 
 
 def on_rank(rank: int, port: int, strata: str, tokens: list[int]) -> None:
-    address = {"MASTER_ADDR": "localhost", "MASTER_PORT": port, "RANK": rank}
-    for key, value in {**address, "WORLD_SIZE": len(tokens)}.items():
-        os.environ[key] = str(value)
+    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(len(tokens))}
     calls, start = [], fused.Launcher.start
     fused.Launcher.start = lambda *args, **named: calls.append(1) or start(*args, **named)
-    pass_through_block(strata, tokens, [False] * len(tokens), False, ["fused"], torch.float32)
+    pass_through_block(strata, tokens, [False] * len(tokens), ways={torch.float32: ["fused"]})
     assert len(calls) == (14 * len(strata.split("-")) if tokens[rank] else 0)
 
 

@@ -190,45 +190,35 @@ def test_experts_without_rows_get_a_gradient_of_exactly_zero(strata, monkeypatch
         assert torch.equal(ours == 0, plain == 0)
 
 
-TORCHS = [((major, 0), "bfloat16", "grouped") for major in (9, 10)]
+TORCHS = [((major, 0), "bfloat16", 16, "grouped") for major in (9, 10)]
 OURS = [((9, 0), "float16"), ((8, 0), "bfloat16"), ((12, 0), "bfloat16"), ((7, 5), "float16")]
-NEITHER = [((9, 0), "float32", "per-expert"), ((7, 0), "float16", "per-expert")]
+OURS = [(*case, 16, "ours") for case in OURS] + [
+    ((9, 0), "bfloat16", 12, "ours")
+]  # rows of 24 bytes
+NEITHER = [((9, 0), "float32", 16, "per-expert"), ((7, 0), "float16", 16, "per-expert")]
 
 
 @pytest.mark.parametrize("has_triton", [True, False])
 @pytest.mark.parametrize(
-    "capability, dtype, expected",
-    [pytest.param(*case, marks=needs_grouped_mm) for case in TORCHS]
-    + [(*case, "ours") for case in OURS]
-    + NEITHER,
+    "capability, dtype, width, expected",
+    [pytest.param(*case, marks=needs_grouped_mm) for case in TORCHS] + OURS + NEITHER,
 )
 def test_execution_by_what_the_device_can_do(
-    monkeypatch, capability, dtype, expected, has_triton, caplog
+    monkeypatch, capability, dtype, width, expected, has_triton, caplog
 ):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(torch.version, "cuda", "12.8")
     monkeypatch.setattr(products, "kernels", lambda: products if has_triton else None)
     monkeypatch.setattr(products, "tile_of", lambda *_: 64)
-    if expected == "ours":
+    if ours := expected == "ours":
         expected = "grouped" if has_triton else "per-expert"
-    weight = torch.empty(4, 16, 16, dtype=getattr(torch, dtype))
+    weight = torch.empty(4, width, width, dtype=getattr(torch, dtype))
     monkeypatch.setattr(torch.Tensor, "device", torch.device(f"cuda:{capability[0]}"))
     with caplog.at_level("INFO"):
         for _ in range(2):
             assert ("per-expert" if why_per_expert(weight) else "grouped") == expected
+    assert ours == (type(products.products_of(weight)) is products.TritonProducts) or not ours
     assert sum(dtype in record.message for record in caplog.records) <= 1  # once in a process
-
-
-def test_our_products_are_taken_wherever_torch_has_no_single_kernel(monkeypatch):
-    """On compute capability 9, too, where a row is no multiple of 16 bytes."""
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr(torch.version, "cuda", "12.8")
-    monkeypatch.setattr(products, "tile_of", lambda *_: 64)
-    odd, even = (torch.ones(2, n, n, dtype=torch.bfloat16) for n in (12, 16))
-    monkeypatch.setattr(torch.Tensor, "device", torch.device("cuda"))
-    has_one = products.can_group(even)
-    assert type(products.products_of(odd)) is products.TritonProducts
-    assert isinstance(products.products_of(even), products.TritonProducts) != has_one
 
 
 def casts(operations, experts) -> int:

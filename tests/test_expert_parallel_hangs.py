@@ -14,18 +14,25 @@ from test_expert_parallel import averages, flags
 
 from smoe_fairseq.modules import StratifiedMoE
 
-EXECUTIONS = "grouped", "per-expert", "per-expert"  # nothing is left over of the pass before
+WAYS = {
+    torch.float64: ["per-expert"] * 2,
+    torch.float32: ["grouped"],
+}  # twice: nothing is left over
 
 
-def pass_through_block(strata, tokens, padding, cmr=False, ways=EXECUTIONS, dtype=torch.float64):
+def pass_through_block(strata, tokens, padding, cmr=False, ways=WAYS):
     """On every rank: forward and backward of a sharded block, beside one with all experts.
 
     Rank r has ``tokens[r]`` tokens, all of them padding where ``padding[r]``.
     """
-    close = (
-        {"rtol": 1e-12, "atol": 1e-12} if dtype == torch.float64 else {"rtol": 1e-4, "atol": 1e-4}
-    )
     dist.init_process_group("gloo")
+    for dtype, executions in ways.items():
+        pass_in(dtype, executions, strata, tokens, padding, cmr)
+    dist.barrier()
+
+
+def pass_in(dtype, executions, strata, tokens, padding, cmr):
+    close = dict.fromkeys(("rtol", "atol"), 1e-12 if dtype == torch.float64 else 1e-4)
     rank, world_size = dist.get_rank(), dist.get_world_size()
     options = dict(capacity_factor=0, second_expert_policy="all", strata=strata, cmr=cmr)
     torch.manual_seed(1)
@@ -38,7 +45,7 @@ def pass_through_block(strata, tokens, padding, cmr=False, ways=EXECUTIONS, dtyp
     outputs = [whole(x, mask)[0] for x, mask in zip(inputs, masks, strict=True)]
     sum(y.square().sum() for y in outputs).backward()
     x = inputs[rank].detach().requires_grad_()
-    for sharded.execution in ways:
+    for sharded.execution in executions:
         x.grad = None
         sharded.zero_grad()
         y, stats = sharded(x, masks[rank])
@@ -56,7 +63,6 @@ def pass_through_block(strata, tokens, padding, cmr=False, ways=EXECUTIONS, dtyp
             ours = sum(everyones[rank % whole.strata.num_experts :: whole.strata.num_experts])
         wanted = all_experts.grad[local.start : local.stop]
         torch.testing.assert_close(ours * world_size, wanted, **close)
-    dist.barrier()
 
 
 def types_that_travel() -> None:
@@ -81,7 +87,7 @@ def test_tokens_travel_in_the_type_that_is_computed_in(ranks, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "strata, tokens, padding",
+    "case",
     [
         ("2-2-2-2", [40, 40], [False, False]),
         ("2-2-2-2", [40, 40], [True, False]),  # all padding
@@ -91,20 +97,14 @@ def test_tokens_travel_in_the_type_that_is_computed_in(ranks, tmp_path):
         ("8", [0, 0, 0, 5], [False] * 4),
         ("2", [40, 30, 20, 10], [False] * 4),  # replicas
         ("3", [40, 5, 9], [False] * 3),
+        ("8", [40, 40], [False] * 2, True),  # beside a shared network
+        ("8", [40, 0], [False] * 2, True),
     ],
     ids=str,
 )
-def test_any_share_of_the_tokens(ranks, tmp_path, strata, tokens, padding):
-    arguments = (strata, tokens, padding)
-    run = ranks.start(tmp_path, len(tokens), *arguments, function=pass_through_block)
-    assert run.wait() == [0] * len(tokens), run.output()
-
-
-@pytest.mark.parametrize("tokens", [[40, 40], [40, 0]], ids=str)
-def test_a_shared_network_beside_them(ranks, tmp_path, tokens):
-    arguments = ("8", tokens, [False] * 2, True)
-    run = ranks.start(tmp_path, 2, *arguments, function=pass_through_block)
-    assert run.wait() == [0] * 2, run.output()
+def test_any_share_of_the_tokens(ranks, tmp_path, case):
+    run = ranks.start(tmp_path, len(case[1]), *case, function=pass_through_block)
+    assert run.wait() == [0] * len(case[1]), run.output()
 
 
 def order_of_events():
