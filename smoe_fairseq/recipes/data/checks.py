@@ -199,7 +199,7 @@ def _advice(row: Row, dataset: Dataset) -> Iterator[tuple[str, dict[str, dict]]]
     counts, kept, clean = row.counts, row.counts["kept"], dataset.clean
     names = zip(SIDES, ("sources", "targets", "pairs"), strict=True)
     if sides := ", ".join(f"{name}: {row.leaked[x]:,}" for x, name in names if row.leaked[x]):
-        leaked = f"the training text has sentences of the test set ({sides})"
+        leaked = f"{counts['overlap']:,} training pairs have sentences of the test set ({sides})"
         yield f"{leaked}, so scores will be too good", {"clean": {"overlap": "drop"}}
     if elsewhere := row.leaked["other pairs"]:
         leaked = f"{elsewhere:,} sentences of the test set are in the training text of other pairs"
@@ -218,9 +218,9 @@ def _advice(row: Row, dataset: Dataset) -> Iterator[tuple[str, dict[str, dict]]]
         unlike = f"one side has more than {MAX_RATIO} times the words of the other"
         yield f"in {number:,} training pairs {unlike}", {"clean": {"max-ratio": MAX_RATIO}}
     if long := counts["too long"]:
-        never = "are longer than the model's positions and are never trained on; drop them, or set"
-        limits = "max-source-positions and max-target-positions in `train`"
-        yield f"{long:,} training pairs {never} {limits}", {"clean": {"max-words": MAX_WORDS}}
+        never = "training pairs longer than the model's positions are never trained on"
+        limits = "drop them, or set max-source-positions and max-target-positions in `train`"
+        yield f"{never} ({long:,}); {limits}", {"clean": {"max-words": MAX_WORDS}}
     if marked := counts["marked tests"]:
         marks = "have \u2581, a mark of subwords: give plain text"
         yield f"{marked:,} pairs of the test set {marks}", {}
