@@ -14,10 +14,8 @@ from test_expert_parallel import averages, flags
 
 from smoe_fairseq.modules import StratifiedMoE
 
-WAYS = {
-    torch.float64: ["per-expert"] * 2,
-    torch.float32: ["grouped"],
-}  # twice: nothing is left over
+# Twice: nothing is left over of the pass before.
+WAYS = {torch.float64: ["per-expert"] * 2, torch.float32: ["grouped"]}
 
 
 def pass_through_block(strata, tokens, padding, cmr=False, ways=WAYS):

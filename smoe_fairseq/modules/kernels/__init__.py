@@ -7,6 +7,7 @@ products with `sums` between them, `settle` and `collect`. Rows after those of t
 read nor written, and the host never waits. The order of sums is fixed, so results repeat bit for bit.
 
 The products are torch's where it has them in one kernel, else `multiply`, which activates too, and `outer`.
+If experts are sharded, rows travel to their ranks before the first product, and back after the second.
 
 `fused.applies` checks whether a block is supported.
 
