@@ -42,6 +42,20 @@ def _exit(number: int, _frame) -> None:
     raise SystemExit(128 + number)
 
 
+@contextmanager
+def deferring_signals() -> Iterator[None]:
+    """Have the signals of `ENDING` take effect when the context ends; only in the main thread."""
+    received: list[int] = []
+    before = {n: signal.signal(n, lambda number, _: received.append(number)) for n in ENDING}
+    try:
+        yield
+    finally:
+        for number, action in before.items():
+            signal.signal(number, action)
+        for number in received:
+            signal.raise_signal(number)
+
+
 _prctl = getattr(ctypes.CDLL(None), "prctl", None)  # Linux only
 
 

@@ -232,12 +232,7 @@ def steps(raw: Path, prepared: Path, workers: str) -> dict[str, list]:
         "gather": ["gather", "tiny", raw, "out/raw", *more],
         "encode": ["encode", prepared / "spm.model", prepared / "raw", "out/text", *more],
         "binarise": [
-            "binarise",
-            "tiny",
-            prepared / "text1",
-            prepared / "dict.txt",
-            "out/bin",
-            *more,
+            *("binarise", "tiny", prepared / "text1", prepared / "dict.txt", "out/bin", *more)
         ],
     }
 
@@ -323,6 +318,19 @@ def test_interrupted_at_a_terminal(tmp_path, endless):
     assert (process.returncode, output) == (130, "")
     wait_until(lambda: all(map(ended, pids)))
     assert not list(tmp_path.glob("out*"))
+
+
+def test_ended_while_a_process_starts(tmp_path, raw, prepared):
+    """Which has read a part of what it is sent."""
+    words = map(str, steps(raw, prepared, "3")["encode"])
+    command = [sys.executable, "-P", "-m", "smoe_fairseq.recipes", *words]
+    files = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    process = subprocess.Popen(command, cwd=tmp_path, **files)
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+    wait_until(lambda: len(children.read_text().split()) > 1, process)
+    process.terminate()
+    output, _ = process.communicate(timeout=HANGS)
+    assert (process.returncode, output) == (128 + signal.SIGTERM, "")
 
 
 # A worker that has sent the length of its result, and not yet the result.

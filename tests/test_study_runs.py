@@ -24,8 +24,7 @@ TWO = {"GPUS": "0", "OMP_NUM_THREADS": "2"}
 def gpus(monkeypatch):
     """A machine of four."""
     monkeypatch.setattr(study, "plan_launch", lambda *_: Launch("plain", 1, 4))
-    for name in ("CUDA_VISIBLE_DEVICES", "JOBS"):  # make test JOBS=2 sets the latter
-        monkeypatch.delenv(name, raising=False)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     return monkeypatch
 
 
@@ -40,14 +39,13 @@ def gpus(monkeypatch):
 )
 def test_runs_share_the_gpus_that_are_visible(gpus, visible, jobs, shares):
     gpus.setenv("CUDA_VISIBLE_DEVICES", visible)
-    gpus.setenv("JOBS", jobs)
-    places = study._slots(Settings.read()).values()
+    places = study._slots(Settings({"JOBS": jobs})).values()
     assert [place["CUDA_VISIBLE_DEVICES"] for place in places] == shares
     assert [int(place["GPUS"]) for place in places] == [share.count(",") + 1 for share in shares]
 
 
 def test_one_run_at_a_time_has_all_gpus(gpus):
-    assert study._slots(Settings.read()) == {0: {"GPUS": "4", "JOBS": ""}}
+    assert study._slots(Settings()) == {0: {"GPUS": "4", "JOBS": ""}}
 
 
 def machine_of(folder, **variables) -> str:
@@ -82,8 +80,6 @@ def test_all_starts_of_a_run_are_told(tmp_path, monkeypatch):
 def test_the_curve_of_a_run(tmp_path, monkeypatch):
     """Words and seconds are totals: each line of the log has the means since the one before."""
     monkeypatch.chdir(tmp_path)
-    for name in ("RUN_DIR", "RESULTS_DIR"):
-        monkeypatch.delenv(name, raising=False)
     run = tmp_path / "runs/multi30k/moe"
     run.mkdir(parents=True)
     lines = [
@@ -94,8 +90,8 @@ def test_the_curve_of_a_run(tmp_path, monkeypatch):
     (run / "train.log").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
     score = {"bleu": 30.0, "signature": "s", "sentences": 3}
     (run / "scores.json").write_text(json.dumps({"scores": {"en-de": score}}))
-    study_results.save(load_dataset("multi30k"), "moe", "SEED=1 true")
-    (result,) = study_results.read(load_dataset("multi30k"))
+    study_results.save(load_dataset("multi30k", Settings()), "moe", "SEED=1 true")
+    (result,) = study_results.read(load_dataset("multi30k", Settings()))
     numbers = [[row[name] for name in ("update", "words", "seconds")] for row in result.curve]
     assert numbers == [[10, 1000, 20], [15, 1000, 20], [25, 4000, 50]]
     assert [row["validation_nll"] for row in result.curve] == [None, 7.5, None]
@@ -104,13 +100,11 @@ def test_the_curve_of_a_run(tmp_path, monkeypatch):
 def test_a_run_without_a_validation_is_not_saved(tmp_path, monkeypatch):
     """Every later report would fail by it."""
     monkeypatch.chdir(tmp_path)
-    for name in ("RUN_DIR", "RESULTS_DIR"):
-        monkeypatch.delenv(name, raising=False)
     run = tmp_path / "runs/multi30k/moe"
     run.mkdir(parents=True)
     (run / "train.log").write_text("$ fairseq-train --disable-validation\n")
     with pytest.raises(UsageError, match="runs/multi30k/moe/train.log"):
-        study_results.save(load_dataset("multi30k"), "moe", "SEED=1 true")
+        study_results.save(load_dataset("multi30k", Settings()), "moe", "SEED=1 true")
     assert not (tmp_path / "results").exists()
 
 

@@ -10,12 +10,7 @@ from torch import Tensor
 
 from smoe_fairseq.checkpoints.content import MADE_OF
 from smoe_fairseq.compat.checkpoint_names import rank_file, rank_of, set_name
-from smoe_fairseq.compat.safe_load import (
-    InaccessibleCheckpoint,
-    check_content,
-    is_archive,
-    reading,
-)
+from smoe_fairseq.compat.safe_load import InaccessibleCheckpoint, check_content, is_archive, reading
 from smoe_fairseq.errors import UsageError
 from smoe_fairseq.forms import Number, fault
 from smoe_fairseq.modules.parallel import Placement

@@ -326,10 +326,7 @@ def write_set(shards: Shards, output: Path, world_size: int, force: bool) -> lis
     except ValueError as error:
         raise UsageError(f"--world-size {world_size}: {error}") from None
     files = [output] if world_size == 1 else [rank_file(output, rank) for rank in range(world_size)]
-    existing = [
-        *rank_files(output).values(),
-        *rank_files(output, PENDING).values(),
-    ]
+    existing = [*rank_files(output).values(), *rank_files(output, PENDING).values()]
     read = {file.resolve() for file in shards.files}
     if world_size == 1 and any(file.resolve() in read for file in existing):
         raise UsageError(f"--output: {output} is the name of the input set; choose another")

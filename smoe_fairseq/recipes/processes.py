@@ -58,9 +58,7 @@ def environment(settings: Settings) -> dict[str, str]:
     }
 
 
-def run(
-    lines: Iterable[str | Callable], settings: Settings, variables: Mapping[str, str] | None = None
-) -> None:
+def run(lines: Iterable[str | Callable], settings: Settings, variables: Mapping = {}) -> None:
     """Print comments, call steps (`commands.step`), run other lines with bash; a dry run only prints all.
 
     Args:
@@ -81,7 +79,7 @@ def run(
             continue
         with ProcessGroups() as groups:
             shell = ["bash", "-o", "pipefail", "-c", line]
-            status = groups.start(shell, environment(settings) | dict(variables or {})).wait()
+            status = groups.start(shell, environment(settings) | variables).wait()
         program = line.split()[0]
         if status < 0:
             raise CommandError(f"{program} was stopped by {signal.Signals(-status).name}")

@@ -29,9 +29,8 @@ def _whole(least: int, default: int | None = None, most: float = math.inf) -> Pa
 
 
 def _path(variable: str, text: str) -> Path | None:
-    path = Path(text).expanduser()
-    path = path.absolute() if text.startswith("-") else path  # else it looks like a flag
-    return path if text else None
+    path = Path(text).expanduser() if text else None
+    return path.absolute() if text.startswith("-") else path  # else it looks like a flag
 
 
 def _folder(default: str) -> Parse:

@@ -82,10 +82,7 @@ class SearchOptions:
     )
     sampling_topk: int = option(-1, "with --sampling: draw from the X most probable tokens", 1)
     sampling_topp: float = option(
-        -1.0,
-        "with --sampling: draw from the fewest tokens whose probabilities sum to X",
-        0,
-        1,
+        -1.0, "with --sampling: draw from the fewest tokens whose probabilities sum to X", 0, 1
     )
     seed: int = option(1, "random seed of --sampling; a line's samples depend on no other line", 0)
 

@@ -18,6 +18,7 @@ from typing import Any
 
 from tqdm import tqdm
 
+from smoe_fairseq.ending import deferring_signals
 from smoe_fairseq.errors import UsageError
 from smoe_fairseq.files import check_plain
 from smoe_fairseq.training.screen import duration
@@ -158,8 +159,13 @@ def workers_for(make: Callable, *arguments: Any, count: int) -> Iterator[Callabl
     """
     spawn = multiprocessing.get_context("spawn")  # a fork would copy the libraries' threads
     pool = ProcessPoolExecutor(count, spawn, _start_worker, (make, *arguments))
+
+    def submit(unit: Any) -> Future:
+        with deferring_signals():  # else one that starts would be left with half of what it is sent
+            return pool.submit(_work, unit)
+
     try:
-        yield partial(pool.submit, _work)
+        yield submit
     except BrokenProcessPool:
         killed = "a worker process was killed, as the system does where memory runs out"
         fewer = "repeat with fewer (--workers; of an evaluation, --jobs)"

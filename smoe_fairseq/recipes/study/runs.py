@@ -178,7 +178,11 @@ def _work(left: list[Run], slots: dict[int, dict[str, str]]) -> list[Run]:
                         warn(f"{run.name} failed: {run.folder / LOG}")
                     elif _save(run):
                         new = True
-                        _print_scores(run, count, len(left))
+                        scored = scores.read(run.folder)
+                        mean = (
+                            f"BLEU {scores.mean_points(scored):.2f} over {len(scored)} directions"
+                        )
+                        print(f"# {run.name}: {mean} ({count} of {len(left)} runs)", flush=True)
                         continue
                     failed.append(run)
             if bar.disable and time.monotonic() > reported + REPORT_SECONDS:
@@ -229,12 +233,6 @@ def _start(groups: ProcessGroups, run: Run, variables: dict[str, str]) -> None:
     with open_plain(run.folder / LOG, append=True) as log:
         output = {"stdout": log, "stderr": subprocess.STDOUT}
         run.process = groups.start(["bash", "-c", run.line], variables, **output)
-
-
-def _print_scores(run: Run, count: int, total: int) -> None:
-    scored = scores.read(run.folder)
-    mean = f"BLEU {scores.mean_points(scored):.2f} over {len(scored)} directions"
-    print(f"# {run.name}: {mean} ({count} of {total} runs)", flush=True)
 
 
 def _print_progress(running: dict[int, Run], updates: int, made: int, total: int, seconds: float):

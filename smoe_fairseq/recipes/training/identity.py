@@ -86,10 +86,9 @@ def claim(
     flags = flag_values(words)
     if "--no-save" in flags:
         return True
-    folder = Path(flags["--save-dir"])
-    file = folder / FILE
-    own = of(method, data, words, processes)
+    folder, own = Path(flags["--save-dir"]), of(method, data, words, processes)
     folder.mkdir(parents=True, exist_ok=True)
+    file = folder / FILE
     try:
         locks.lock_folder(folder, locks.RECIPE)
     except locks.InUse:
@@ -101,8 +100,7 @@ def claim(
     locks.check_free(folder)
     if is_saved(folder) and file.exists():
         saved = _read(file)
-        difference = _difference(saved, own, data)
-        if not difference:
+        if not (difference := _difference(saved, own, data)):
             if saved != _read(file, begun=True):  # --force-resume ended before it saved
                 _write(file, saved)
             return _is_unfinished(saved, flags)
