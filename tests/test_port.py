@@ -63,11 +63,10 @@ def trained(tmp_path, monkeypatch, status: int | None = None) -> list[str]:
             raise SystemExit(status)
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("NODES", "2")
-    monkeypatch.setenv("GPUS", "0")
     touch_binarised(tmp_path, "multi30k")
     monkeypatch.setattr(train, "run", run)
-    train.train(load_dataset("multi30k"), "moe", ["--no-save"])
+    settings = Settings.read({"NODES": "2", "GPUS": "0"})
+    train.train(load_dataset("multi30k", settings), "moe", ["--no-save"])
     return started
 
 

@@ -142,38 +142,32 @@ def test_two_machines_train_one_run_in_a_folder_that_they_share(tmp_path, place)
 
 
 @pytest.fixture
-def machine(monkeypatch):
-    """Chooses how many GPUs this machine has, and ``GPUS``."""
+def planned(monkeypatch):
+    """The launch on a machine with so many GPUs, with ``GPUS`` and other settings."""
 
-    def choose(there: int, gpus: str, **more: str) -> None:
+    def plan(there: int, gpus: str, *flags: str, **more: str) -> Launch:
         monkeypatch.setattr("torch.cuda.device_count", lambda: there)
-        given = {"LAUNCHER": "", "NODES": "", "DRY_RUN": "", "GPUS": gpus, **more}
-        for name, setting in given.items():
-            monkeypatch.setenv(name, setting)
+        return plan_launch(Settings({"GPUS": gpus, **more}), flags)
 
-    return choose
+    return plan
 
 
-def test_gpus_that_are_not_there(machine):
-    machine(1, "2")
+def test_gpus_that_are_not_there(planned):
     with pytest.raises(
         UsageError, match="^GPUS=2: this machine has 1; expected at most as many, or"
     ):
-        plan_launch(Settings.read(), [])
-    assert plan_launch(Settings.read(), ["--cpu"]) == Launch("torchrun", 1, 2, cpu=True)
-    machine(0, "1")  # one process needs no word about it
-    assert plan_launch(Settings.read(), []).flags() == {"cpu": True, "distributed-world-size": 1}
-    machine(2, "2")
-    assert plan_launch(Settings.read(), []).flags() == {"cpu": False, "ddp-backend": "legacy_ddp"}
+        planned(1, "2")
+    assert planned(1, "2", "--cpu") == Launch("torchrun", 1, 2, cpu=True)
+    # One process needs no word about it.
+    assert planned(0, "1").flags() == {"cpu": True, "distributed-world-size": 1}
+    assert planned(2, "2").flags() == {"cpu": False, "ddp-backend": "legacy_ddp"}
     for elsewhere in ({"LAUNCHER": "slurm"}, {"DRY_RUN": "1"}):
-        machine(0, "2", **elsewhere)
-        assert not plan_launch(Settings.read(), []).cpu
+        assert not planned(0, "2", **elsewhere).cpu
 
 
-def test_machines_without_gpu_talk_over_gloo(machine):
-    machine(0, "0", NODES="2")
+def test_machines_without_gpu_talk_over_gloo(planned):
     gloo = {"cpu": True, "distributed-backend": "gloo", "ddp-backend": "legacy_ddp"}
-    assert plan_launch(Settings.read(), []).flags() == gloo
+    assert planned(0, "0", NODES="2").flags() == gloo
 
 
 def test_what_a_machine_without_gpu_adds_is_in_the_dry_run(tmp_path):
@@ -252,10 +246,9 @@ RANKS = """if [ "$RANK" = 1 ]; then {}; fi; exec sleep 600"""
 @pytest.mark.parametrize(
     "does, named", [("kill -9 $BASHPID", ("rank 1", "SIGKILL")), soak("exit 3", ())]
 )
-def test_a_rank_that_is_killed_is_named_in_one_sentence(machine, does, named):
+def test_a_rank_that_is_killed_is_named_in_one_sentence(planned, does, named):
     """One that ends by itself has said why."""
-    machine(0, "2")
-    words = plan_launch(Settings.read(), []).words("bash")
+    words = planned(0, "2").words("bash")
     result = run(*words, "-c", RANKS.format(does), check=False, fresh=True, SMOE_SCREEN="1")
     assert result.returncode == 1
     if named:
@@ -264,9 +257,8 @@ def test_a_rank_that_is_killed_is_named_in_one_sentence(machine, does, named):
 
 
 @pytest.mark.soak
-def test_ranks_that_are_interrupted_end_without_a_stack_trace(machine, tmp_path):
-    machine(0, "2")
-    words = plan_launch(Settings.read(), []).words("bash")[1:]
+def test_ranks_that_are_interrupted_end_without_a_stack_trace(planned, tmp_path):
+    words = planned(0, "2").words("bash")[1:]
     words = [sys.executable, *words, "-c", f"echo > {tmp_path}/$RANK; exec sleep 600"]
     process = subprocess.Popen(
         list(map(str, words)), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True

@@ -223,9 +223,8 @@ def test_recipes_are_found_beside_an_installed_package_too(tmp_path, monkeypatch
     (tmp_path / "configs/datasets").mkdir(parents=True)
     monkeypatch.setattr(settings, "__file__", str(tmp_path / "reading.py"))
     assert settings.Settings.read().config_dir == tmp_path / "configs"
-    monkeypatch.setenv("CONFIG_DIR", str(tmp_path))
     with pytest.raises(UsageError, match="holds no recipes: set CONFIG_DIR to the folder with"):
-        assert settings.Settings.read().config_dir
+        assert settings.Settings({"CONFIG_DIR": str(tmp_path)}).config_dir
 
 
 def test_a_data_set_in_a_folder_of_its_own_is_not_called_missing(configs, tmp_path):

@@ -188,25 +188,21 @@ def package_folder(*names: str) -> str:
     return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
 
 
-def _default_seed(dataset: Dataset) -> int:
+def default_seed(dataset: Dataset) -> int:
+    """The data set's seed."""
     return dataset.train.get("seed", 1)  # fairseq's default
 
 
 def seed_of(dataset: Dataset) -> int:
     """``SEED``, by default the data set's seed."""
     seed = dataset.settings.seed
-    return _default_seed(dataset) if seed is None else seed
-
-
-def seeds_of(dataset: Dataset) -> tuple[int, ...]:
-    """``SEEDS``, by default the data set's seed."""
-    return dataset.settings.seeds or (_default_seed(dataset),)
+    return default_seed(dataset) if seed is None else seed
 
 
 def run_name(dataset: Dataset, method: str, seed: int | None = None) -> str:
     """The name of a run's folder: the method, and the seed unless it is the data set's."""
     seed = seed_of(dataset) if seed is None else seed
-    return method if seed == _default_seed(dataset) else f"{method}.seed-{seed}"
+    return method if seed == default_seed(dataset) else f"{method}.seed-{seed}"
 
 
 def run_method(name: str) -> str:
@@ -219,7 +215,7 @@ def run_seed(name: str, dataset: Dataset | None = None) -> int | None:
     """The seed in a folder's name, else the seed of ``dataset``, else None."""
     if match := _RUN.fullmatch(name):
         return int(match["seed"])
-    return None if dataset is None else _default_seed(dataset)
+    return None if dataset is None else default_seed(dataset)
 
 
 def run_order(name: str) -> tuple[str, int]:

@@ -18,7 +18,7 @@ from smoe_fairseq.locks import lock_folder
 from smoe_fairseq.recipes.compare.report import write_report
 from smoe_fairseq.recipes.datasets import Dataset
 from smoe_fairseq.recipes.evaluation import scores
-from smoe_fairseq.recipes.folders import Folders, run_name, seeds_of
+from smoe_fairseq.recipes.folders import Folders, default_seed, run_name
 from smoe_fairseq.recipes.methods import has_strata, method_flags, tables
 from smoe_fairseq.recipes.processes import ProcessGroups, environment, recipe, warn
 from smoe_fairseq.recipes.program_flags import flag_values
@@ -132,7 +132,8 @@ def _runs(dataset: Dataset, words: Sequence[str]) -> list[Run]:
     if not methods:
         raise UsageError(f"{dataset.name} has no methods to study: name them after it")
     runs = []
-    for seed in seeds_of(dataset):  # all methods with the first seed come first
+    seeds = dataset.settings.seeds or (default_seed(dataset),)
+    for seed in seeds:  # all methods with the first seed come first
         for method in methods:
             recipe = dataset.train | method_flags(method, dataset)
             typed = flag_values(flags).get("--max-update", "")
