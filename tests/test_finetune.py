@@ -154,9 +154,14 @@ def test_trained(tuned):
     identity = json.loads((folder / "runs/mine/smoe-2-2/identity.json").read_text())["flags"]
     record = json.loads((binary / "pretrained.json").read_text())
     assert identity["--pretrained"] == record["fingerprint"]
-    for method in ("dense", "smoe-2-2"):
-        result = recipe(folder, "evaluate", "mine", method, **settings)
-        assert result.returncode == 0, result.stdout + result.stderr
+    words = ("dense", "smoe-2-2", "--lr", "1e-20")
+    for _ in range(2):
+        result = recipe(folder, "study", "mine", *words, JOBS="1", **settings)
+    assert result.returncode == 0 and "0 of 2 runs" in result.stdout, result.stderr
+    about = [json.loads((folder / f"results/mine/{m}/run.json").read_text()) for m in found]
+    assert 0 < about[0]["kept_loss"] and abs(about[1]["kept_loss"] - about[0]["kept_loss"]) < 0.1
+    kept = json.loads((folder / "results/mine/smoe-2-2/routing.json").read_text())
+    assert "eng_Latn-deu_Latn" in kept["requested_capacity"]
     exported = folder / "exported"
     checkpoint = folder / "runs/mine/dense/checkpoint_last.pt"
     words = ("--to", "huggingface", "--data", binary, "--output", exported)
@@ -218,6 +223,20 @@ def test_refused_in_training(tuned, words, named):
     folder, settings = tuned
     settings = settings | {"FORECAST": "1"}
     refused(step_here("train", "mine", *words.split(), cwd=folder, **settings), *named)
+
+
+def test_one_direction_from_random_weights_by_the_loss(tuned, nllb, tmp_path):
+    """What a data set's file can ask for: a pair as it is written, and validation without translations."""
+    change = {"pretrained": str(nllb), "one-way": True, "validate": {"metric": "loss", "every": 1}}
+    settings = write_dataset(tmp_path / "configs", "mine", **SETTINGS | change)
+    words = {}
+    for method in ("smoe-2-2", "smoe-scratch-2-2"):
+        result = recipe(tuned[0], "train", "mine", method, DRY_RUN="1", **settings)
+        (words[method],) = commands(result, "fairseq-train")
+    assert "--finetune-from-model" in words["smoe-2-2"]
+    scratch = words["smoe-scratch-2-2"]
+    assert "--finetune-from-model" not in scratch and "--validate-sentences" not in scratch
+    assert scratch[scratch.index("--lang-pairs") + 1] == f"eng_Latn-swh_Latn,eng_Latn-{NEW}"
 
 
 def test_frozen_parts_stay(tuned, tmp_path):

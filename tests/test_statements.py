@@ -5,7 +5,6 @@ import math
 import pytest
 
 from smoe_fairseq.recipes.compare.statements import (
-    MEASURES,
     Statement,
     difference,
     draw_statements,
@@ -27,6 +26,8 @@ from smoe_fairseq.recipes.datasets import load_dataset
 from smoe_fairseq.recipes.evaluation.scores import Score
 from smoe_fairseq.recipes.study.results import Result
 
+MEASURES = measures_of(load_dataset("multi30k"))
+
 
 def result(method: str, seed: int, loss: float, points: float = 10.0, machine="m", torch="2.13"):
     score = Score(points, "s", 1, 1.0, {"chrF++": (points, "s")})
@@ -40,8 +41,8 @@ def systems(**losses: list[float]) -> dict[str, list[Result]]:
 
 
 def table(statements: list[Statement], runs: dict[str, list[Result]], flops: dict[str, float]):
-    found = judge(statements, runs, MEASURES)
-    return statements_table(statements, found, MEASURES, runs, flops)
+    found = judge(statements, [runs], MEASURES)
+    return statements_table(statements, found, MEASURES, [runs], flops)
 
 
 def test_a_difference_by_hand():
@@ -88,7 +89,7 @@ def test_seeds_trained_differently_and_diverged_runs_are_left_out():
     runs = systems(moe=[3.0, 3.0, 3.0, 3.0, 3.0], dense=[3.5, math.nan, 3.5, 3.5, 3.5])
     runs["dense"][2] = result("dense", 2, 9.0, machine="another")
     runs["dense"][4] = result("dense", 4, 9.0, torch="2.11")
-    found = difference(runs, Statement("", "dense", "moe"), MEASURES["loss"])
+    found = difference([runs], Statement("", "dense", "moe"), MEASURES["loss"])
     assert found.by_seed == {0: 0.5, 3: 0.5}
     grid = table([Statement("", "dense", "moe")], runs, {})
     assert "dense and moe (2, 4)" in grid.notes[-2] and "dense.seed-1" in grid.notes[-1]
@@ -102,7 +103,7 @@ def test_the_table_and_the_picture():
     cells = dict(zip(grid.header, grid.rows[0]))
     assert cells["seeds"] == "5" and cells["FLOPs"] == "+20%"
     assert cells["loss"].startswith("-0.102 [") and grid.rows[0][5] == AHEAD
-    found = judge(statements, runs, MEASURES)
+    found = judge(statements, [runs], MEASURES)
     assert found["BLEU"][0][1] == EQUAL
     assert len(draw_statements(statements, found, MEASURES).axes) == 3
 
@@ -117,6 +118,18 @@ def test_the_planned_study_states_what_the_plan_says():
         *(("smoe-2-2-2-2", "smoe-4-4"), ("moe", "dense")),
     ]
     assert {s.first for s in statements} | {s.second for s in statements} == set(dataset.study)
+
+
+def test_the_study_of_fine_tuning_states_what_its_plan_says():
+    dataset = load_dataset("finetuning")
+    margins = {name: measure.margin for name, measure in measures_of(dataset).items()}
+    assert margins == {"loss": 0.02, "chrF++": 0.5, "BLEU": 0.3, "kept loss": 0.02}
+    pairs = [(s.first, s.second) for s in statements_of(dataset, {})]
+    assert pairs == [("moe", "dense"), ("moe", "dense-longer"), ("smoe-4-4", "moe")]
+    parts = [load_dataset(name) for name in dataset.parts]
+    assert all(part.statements == dataset.statements and not part.parts for part in parts)
+    updates = [(p.methods["dense-longer"]["max-update"], p.train["max-update"]) for p in parts]
+    assert [longer / usual for longer, usual in updates] == [1.2] * 4  # FLOPs: moe over dense
 
 
 def test_without_statements_each_system_is_compared_with_moe():

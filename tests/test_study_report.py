@@ -149,6 +149,41 @@ def test_runs_of_different_lengths_are_told(two_runs):
     assert "updates**: smoe-4-4 2 and moe 4." in made(folder)
 
 
+def test_a_study_of_several_data_sets(two_runs):
+    """Differences are means over the parts, of the seeds that all have; kept pairs have their own loss."""
+    folder, _ = two_runs
+    shutil.copytree(ROOT / "configs", folder / "configs")
+    base = "base: datasets/multi30k\npairs: [en-de]\nkeep: [en-fr]\n"
+    more = {"en-de": 0.0, "en-fr": 1.0}
+    capacity = {d: {"encoder.1": 1.0, "decoder.1": 1.0 + more[d]} for d in more}
+    routing = {"requested_capacity": capacity, "rank_correlation": {}}
+    for part, seeds, shift in (("one", ("", ".seed-2"), 0.5), ("two", ("",), 1.5)):
+        (folder / f"configs/datasets/{part}.yaml").write_text(base)
+        for run in ("moe", "smoe-4-4"):
+            for seed in seeds:
+                kept = folder / "results" / part / f"{run}{seed}"
+                shutil.copytree(folder / "results/multi30k" / run, kept)
+                about = json.loads((kept / study_results.FILE).read_text())
+                about["kept_loss"] = shift if run == "moe" else 4.0
+                (kept / study_results.FILE).write_text(json.dumps(about))
+                scored = json.loads((kept / "scores.json").read_text())
+                scored["scores"]["en-fr"] = scored["scores"]["en-de"] | {"bleu": 0.0}
+                (kept / "scores.json").write_text(json.dumps(scored))
+                if run != "moe":
+                    (kept / study_results.ROUTING).write_text(json.dumps(routing))
+    (folder / "configs/datasets/both.yaml").write_text(f"{base}parts: [one, two]\n")
+    for name in ("both", "one"):
+        given = {"CONFIG_DIR": str(folder / "configs")}
+        assert step_here("report", name, cwd=folder, **given).returncode == 0
+    report = (folder / "results/both/report.md").read_text()
+    found = statement(report, "smoe-4-4 and moe")
+    assert found[:3] == ["1", "-", "-0.250"] and found[8] == "+3.000"
+    assert "(../two/report.md)" in report and "## Systems" not in report
+    report = (folder / "results/one/report.md").read_text()
+    assert rows(report, "Systems")["smoe-4-4"][7].startswith("100.00")  # BLEU of en-de alone
+    assert rows(report, "Requested capacity")["smoe-4-4"][2:4] == ["1.000", "2.000"]
+
+
 @pytest.mark.filterwarnings("error")
 def test_runs_too_short_to_be_logged(two_runs):
     folder, _ = two_runs

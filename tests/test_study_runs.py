@@ -181,14 +181,14 @@ def test_settings_that_a_kept_run_was_not_made_with(tmp_path, monkeypatch, then,
     _, words, _ = plan(dataset, "moe", then.split())
     own = identity.of("moe", binary, words, 1)
     about = {"command": f"SEED=1 train {then}", "commit": "1", "machine": "m", "versions": {}}
-    about |= {"updates": 2500, "flags": own["flags"]}
+    about |= {"updates": int(flag_values(words)["--max-update"]), "flags": own["flags"]}
     more = {"dictionary": own["dictionary"], "limits": identity.limits(flag_values(words))}
     changed = replace(dataset, train=dataset.train | yaml)
     _, words, _ = plan(changed, "moe", now.split())
     kept = tmp_path / "results/multi30k/moe" / study_results.FILE
     kept.parent.mkdir(parents=True)
-    # Earlier versions kept only the command, by which a limit of the data set's file cannot be known.
-    for content in (about | more, about) if "max-update" not in yaml else (about | more,):
+    # Earlier versions kept the updates alone.
+    for content in (about | more, about) if "patience" not in then + now else (about | more,):
         kept.write_text(json.dumps(content))
         if named is None:
             assert study_results.are_saved(changed, "moe", words, 1)

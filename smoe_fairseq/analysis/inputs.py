@@ -1,5 +1,6 @@
 """Inputs of an analysis: a checkpoint, its directions and the text to run it on."""
 
+import itertools
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -134,7 +135,7 @@ def directions(task, pairs: str | None = None) -> list[str]:
         known = allowed = ["-".join(direction_of(task))]
     else:
         known = list(task.lang_pairs)
-        allowed = [f"{s}-{t}" for s in task.source_langs for t in task.target_langs if s != t]
+        allowed = ["-".join(pair) for pair in itertools.permutations(task.langs, 2)]
     if pairs is None:
         return known
     names = list(dict.fromkeys(map(str.strip, pairs.split(","))))
@@ -180,6 +181,8 @@ def datasets(task, direction: str, subset: str) -> Iterator[FairseqDataset]:
             return
         manager = task.data_manager
         source, target = direction.split("-")
+        # fairseq knows the dictionaries of trained pairs alone.
+        manager.dicts = dict.fromkeys(task.langs, task.source_dictionary) | manager.dicts
         of_source = {"src": source, "src_dict": manager.get_source_dictionary(source)}
         of_target = {"tgt": target, "tgt_dict": manager.get_target_dictionary(target)}
         main = {"data_category": "main", "langtok_spec": task.args.langtoks["main"]}

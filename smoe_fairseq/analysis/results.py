@@ -24,32 +24,33 @@ def ranks(task, directions: list[str]) -> dict[str, np.ndarray] | None:
     """Rank of each type by training frequency, from 1, for "encoder" and "decoder".
 
     Each language's text of each pair is counted once, even if both directions are trained. Sides with equal
-    dictionaries share the counts. None without binarised training text.
+    dictionaries share the counts. Directions without training text do not count; None if all lack it.
     """
     texts: dict[str, set[str | None]] = {side: set() for side in inputs.sides(task)}
     for folder, direction in itertools.product(inputs.folders(task), directions):
         languages = inputs.languages(task, direction)
         for side, language in zip(texts, languages):
             texts[side].add(_prefix(folder, languages, language))
-    prefixes = set.union(*texts.values())
-    if None in prefixes:
+    prefixes = set.union(*texts.values()) - {None}
+    if not prefixes:
         return None
     if task.source_dictionary == task.target_dictionary:
         return dict.fromkeys(texts, _rank(prefixes, task.source_dictionary))
-    return {side: _rank(own, inputs.dictionary_of(task, side)) for side, own in texts.items()}
+    return {
+        side: _rank(own - {None}, inputs.dictionary_of(task, side)) for side, own in texts.items()
+    }
 
 
 def sizes(task, directions: list[str]) -> dict[str, int] | None:
-    """Training sentences of each direction; None without binarised training text."""
+    """Training sentences of each direction; None without any binarised training text."""
     numbers = dict.fromkeys(directions, 0)
     for direction in directions:
         languages = inputs.languages(task, direction)
         for folder in inputs.folders(task):
             prefix = _prefix(folder, languages, languages[0])
-            if prefix is None:
-                return None
-            numbers[direction] += len(data_utils.load_indexed_dataset(prefix, None))
-    return numbers
+            if prefix is not None:
+                numbers[direction] += len(data_utils.load_indexed_dataset(prefix, None))
+    return numbers if any(numbers.values()) else None
 
 
 def _prefix(folder: Path, languages: list[str], language: str) -> str | None:

@@ -79,6 +79,7 @@ SCHEMA: dict[str, Any] = {
     "add-subwords": _COUNT,
     "trim": bool,
     "keep": [str],
+    "one-way": bool,
     "experts": _COUNT,
     "shards": Number(1, 1000, whole=True),  # whose files are all open at once
     "batch": {str: _COUNT},
@@ -110,7 +111,7 @@ SCHEMA: dict[str, Any] = {
     "generate": _FLAGS,
     "validate": Settings(
         {name: _COUNT for name in ("sentences", "every", "patience", "beam")},
-        metric={"chrf", "bleu", "ter"},
+        metric={"chrf", "bleu", "ter", "loss"},
     ),
     "checkpoint": CHECKPOINT,
     "sacrebleu": {**_FLAGS, "width?": (None, _COUNT)},
@@ -122,7 +123,8 @@ SCHEMA: dict[str, Any] = {
     },
     "study": [str],
     "methods": {str: _TRAINING_FLAGS},
-    "margins": Settings({name: Number(0) for name in ("loss", "chrF++", "BLEU")}),
+    "parts": [str],
+    "margins": Settings({name: Number(0) for name in ("loss", "chrF++", "BLEU", "kept loss")}),
     "statements": {str: [str, str]},
     "classes": {str: [str]},
 }

@@ -30,6 +30,7 @@ class Dataset:
     add_subwords: int | None
     trim: bool | None
     keep: tuple[str, ...]  # pairs that are scored and not trained
+    one_way: bool | None  # whether a pair is one direction, as it is written
     experts: int | None
     shards: int
     batch: dict[str, int]
@@ -49,6 +50,7 @@ class Dataset:
     methods: dict[str, Flags]
     margins: dict[str, float]
     statements: dict[str, list[str]]
+    parts: list[str]  # data sets whose mean the statements are about
     classes: dict[str, list[str]]
     start: dict[str, Any] | None = None  # the pretrained model's record; see `with_pretrained`
     settings: Settings = field(default=Settings(), compare=False)  # of the command that uses it
@@ -69,7 +71,8 @@ class Dataset:
     @property
     def directions(self) -> tuple[str, ...]:
         """``source-target`` in the paper's order: first into the first language, then out of it."""
-        return tuple(both_orders(pair)[1] for pair in self.pairs) + self.pairs
+        back = () if self.one_way else tuple(both_orders(pair)[1] for pair in self.pairs)
+        return back + self.pairs
 
     @property
     def kept_directions(self) -> tuple[str, ...]:

@@ -73,6 +73,12 @@ def defaults_note(dataset: Dataset, words: Sequence[str]) -> str:
     return f"# fine-tunes {dataset.start['source']} with {' '.join(usual)}" if usual else ""
 
 
+def started(dataset: Dataset, words: Sequence[str]) -> list[str]:
+    """The flag in a run's identity for the model that it starts from; none if ``words`` restore another."""
+    restored = flag_values(words).keys() & {"--restore-file", "--finetune-from-model"}
+    return [] if restored or not dataset.start else ["--pretrained", dataset.start["fingerprint"]]
+
+
 def check_options(dataset: Dataset, words: Sequence[str]) -> None:
     """Raise UsageError if the words of ``fairseq-train`` describe another model than the pretrained one."""
     with quietly():

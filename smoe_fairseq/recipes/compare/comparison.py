@@ -15,9 +15,9 @@ from smoe_fairseq.recipes.compare.grid import Grid, number
 from smoe_fairseq.recipes.compare.statistics import (
     PERMUTATIONS,
     SAMPLES,
+    interval,
     mean_p_value,
     p_value,
-    paired,
     permutation_p,
 )
 from smoe_fairseq.recipes.datasets import Dataset
@@ -172,10 +172,12 @@ def _smallest_p_note(first: Sequence[float], second: Sequence[float]) -> str:
 
 def _paired_note(systems: Collection["_System"], points: Sequence[Sequence[float]]) -> list[str]:
     pairs = zip(systems, points, strict=True)
-    apart = paired(*(dict(zip(map(run_seed, system.runs), of)) for system, of in pairs))
-    if apart is None or apart.low is None:
+    first, second = (dict(zip(map(run_seed, system.runs), of)) for system, of in pairs)
+    apart = [second[seed] - first[seed] for seed in first if seed in second]
+    if len(apart) < 2:
         return []
-    return [f"within the {apart.count} seeds of both: {apart}, 95 percent interval (paired t)"]
+    shown = f"{interval(apart)}, 95 percent interval (paired t)"
+    return [f"within the {len(apart)} seeds of both: {shown}"]
 
 
 def _row(points: Sequence[Sequence[float]], p: float | None) -> list[str]:

@@ -19,7 +19,7 @@ from smoe_fairseq.recipes.compare.statements import (
     statements_table,
 )
 from smoe_fairseq.recipes.compare.table import system_costs
-from smoe_fairseq.recipes.datasets import Dataset
+from smoe_fairseq.recipes.datasets import Dataset, load_dataset
 from smoe_fairseq.recipes.evaluation import scores
 from smoe_fairseq.recipes.folders import run_method, run_order
 from smoe_fairseq.recipes.processes import warn
@@ -37,8 +37,12 @@ def write_report(dataset: Dataset) -> None:
     if dataset.settings.dry_run:
         return
     folder = folder_of(dataset)
-    everything = _systems(dataset)
-    systems = {m: [r for r in rs if not r.diverged] or rs for m, rs in everything.items()}
+    folder.mkdir(parents=True, exist_ok=True)
+    own = [load_dataset(name, dataset.settings) for name in dataset.parts] or [dataset]
+    everything, parts = [*map(_systems, own)], []
+    for each in everything:
+        parts.append({m: [r for r in rs if not r.diverged] or rs for m, rs in each.items()})
+    systems = {} if dataset.parts else parts[0]
     costs = {}
     for method, results in systems.items():
         known = {"flags": results[0].about.get("flags", {})}
@@ -46,12 +50,12 @@ def write_report(dataset: Dataset) -> None:
         known["experts_per_token"] = study_results.mean_experts_per_token(results)
         costs[method] = system_costs(dataset, method, **known)
     flops = {method: cost[1] for method, cost in costs.items() if cost[1] is not None}
-    statements, measures = statements_of(dataset, systems), measures_of(dataset)
-    verdicts = judge(statements, systems, measures)
-    parts = [f"# Study: {dataset.name}"]
+    statements, measures = statements_of(dataset, parts[0]), measures_of(dataset)
+    verdicts = judge(statements, parts, measures)
+    text = [f"# Study: {dataset.name}"]
 
     def add(title: str, grid: Grid) -> None:
-        parts.extend([f"## {title}", markdown(grid)] if grid.rows else [])
+        text.extend([f"## {title}", markdown(grid)] if grid.rows else [])
 
     add("Statements", statements_table(statements, verdicts, measures, everything, flops))
     pictures = {}
@@ -61,15 +65,19 @@ def write_report(dataset: Dataset) -> None:
         pictures["costs"] = draw_costs(systems, flops)
     for name, figure in pictures.items():
         save(figure, folder / name)
-        parts.append(f"![{name}]({name}.png)")
-    add("Systems", study_tables.systems_table(dataset, systems, costs))
-    if dataset.classes:
-        add("By resource", study_tables.by_class(dataset, systems))
-    add("Requested capacity", study_tables.capacity_table(systems))
-    add("BLEU by direction", study_tables.directions_table(dataset, systems))
-    add("Runs", study_tables.runs_table(dataset, everything))
-    write_whole(folder / FILE, "\n\n".join(part.rstrip() for part in parts) + "\n")
-    runs = sum(map(len, everything.values()))
+        text.append(f"![{name}]({name}.png)")
+    if dataset.parts:
+        links = ", ".join(f"[{name}](../{name}/{FILE})" for name in dataset.parts)
+        text.append(f"Differences are means over {links}, of the seeds that all have.")
+    else:
+        add("Systems", study_tables.systems_table(dataset, systems, costs))
+        if dataset.classes:
+            add("By resource", study_tables.by_class(dataset, systems))
+        add("Requested capacity", study_tables.capacity_table(dataset, systems))
+        add("BLEU by direction", study_tables.directions_table(dataset, systems))
+        add("Runs", study_tables.runs_table(everything[0]))
+    write_whole(folder / FILE, "\n\n".join(part.rstrip() for part in text) + "\n")
+    runs = sum(len(results) for each in everything for results in each.values())
     what = f"what {runs} runs show" if runs > 1 else "what one run shows"
     print(f"# {folder / FILE}: {what}", flush=True)
 
@@ -80,7 +88,7 @@ def _systems(dataset: Dataset) -> dict[str, list[Result]]:
     if not results:
         raise UsageError(f"{folder_of(dataset)} holds no runs: scripts/study.sh makes them")
     for result in results[1:]:  # means over different directions cannot be compared
-        if result.scores.keys() != results[0].scores.keys():
+        if {*result.scores, *result.kept} != {*results[0].scores, *results[0].kept}:
             both = (f"{r.folder} in {', '.join(r.scores)}" for r in (results[0], result))
             raise UsageError(f"runs are scored in different directions: {' and '.join(both)}")
         if different := scores.different_tests(results[0].scores, result.scores, now={}):

@@ -5,9 +5,11 @@ two systems are equal within a margin, a two-sided t-test whether one is ahead. 
 statements of a study by Holm's method.
 """
 
+import itertools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from statistics import fmean
 
 from matplotlib.figure import Figure
 
@@ -30,11 +32,13 @@ class Measure:
     unit: str
 
 
+KEPT = "kept loss"
 # The first one decides.
 MEASURES = {
     "loss": Measure(lambda r: r.validation, 0.02, -1, 3, "bits per token"),
     "chrF++": Measure(lambda r: scores.mean_points(r.scores, scores.CHRF), 0.5, 1, 2, "points"),
     "BLEU": Measure(lambda r: scores.mean_points(r.scores), 0.3, 1, 2, "points"),
+    KEPT: Measure(lambda r: r.about.get("kept_loss") or math.nan, 0.02, -1, 3, "bits per token"),
 }
 
 
@@ -56,9 +60,12 @@ def statements_of(dataset: Dataset, systems: Systems) -> list[Statement]:
 
 
 def measures_of(dataset: Dataset) -> dict[str, Measure]:
-    """`MEASURES` with the data set's margins."""
-    margins = {name: measure.margin for name, measure in MEASURES.items()} | dataset.margins
-    return {name: replace(MEASURES[name], margin=margin) for name, margin in margins.items()}
+    """`MEASURES` with the data set's margins; that of kept pairs only if it has some."""
+    return {
+        name: replace(measure, margin=dataset.margins.get(name, measure.margin))
+        for name, measure in MEASURES.items()
+        if dataset.keep or name != KEPT
+    }
 
 
 def pairs(systems: Systems, statement: Statement) -> dict[int | None, tuple[Result, Result]]:
@@ -68,27 +75,27 @@ def pairs(systems: Systems, statement: Statement) -> dict[int | None, tuple[Resu
     return {seed: (run, second[seed]) for seed, run in first.items() if seed in second}
 
 
-def difference(systems: Systems, statement: Statement, measure: Measure) -> Difference:
-    """The difference over the seeds with finite losses that one machine, with one torch, trained for both."""
-    diff = {
-        seed: measure.of(one) - measure.of(other)
-        for seed, (one, other) in pairs(systems, statement).items()
-        if one.arithmetic == other.arithmetic and not (one.diverged or other.diverged)
-    }
-    finite = {seed: value for seed, value in diff.items() if math.isfinite(value)}
-    return Difference(finite, measure.margin)
+def difference(parts: Sequence[Systems], statement: Statement, measure: Measure) -> Difference:
+    """The mean over parts, of seeds that in each one machine and one torch trained, with finite losses."""
+    values: dict[int | None, list[float]] = {}
+    for systems in parts:
+        for seed, (one, other) in pairs(systems, statement).items():
+            if one.arithmetic == other.arithmetic and not (one.diverged or other.diverged):
+                values.setdefault(seed, []).append(measure.of(one) - measure.of(other))
+    means = {seed: fmean(each) for seed, each in values.items() if len(each) == len(parts)}
+    return Difference({s: mean for s, mean in means.items() if math.isfinite(mean)}, measure.margin)
 
 
 Verdicts = Mapping[str, Sequence[tuple[Difference, str]]]
 
 
 def judge(
-    statements: Sequence[Statement], systems: Systems, measures: Mapping[str, Measure]
+    statements: Sequence[Statement], parts: Sequence[Systems], measures: Mapping[str, Measure]
 ) -> Verdicts:
     """The difference and the verdict of each statement, by measure."""
     judged = {}
     for name, measure in measures.items():
-        differences = [difference(systems, s, measure) for s in statements]
+        differences = [difference(parts, s, measure) for s in statements]
         judged[name] = list(zip(differences, verdicts(differences, measure.sign), strict=True))
     return judged
 
@@ -97,7 +104,7 @@ def statements_table(
     statements: Sequence[Statement],
     judged: Verdicts,
     measures: Mapping[str, Measure],
-    systems: Systems,
+    parts: Sequence[Systems],
     flops: Mapping[str, float],
 ) -> Grid:
     """A row for each statement; ``judged`` is from `judge`, ``flops`` are per token, by method."""
@@ -123,15 +130,15 @@ def statements_table(
         "otherwise *ahead* or *behind* if a two-sided t-test shows that the difference is not zero, "
         "otherwise *open*. Both tests are corrected over the statements by Holm's method, at a level of "
         f"{LEVEL:.0%}. The verdict of the loss decides.",
-        *_left_out(statements, systems),
+        *_left_out(statements, parts),
     ]
     return Grid(header, rows, notes, texts=2)
 
 
-def _left_out(statements: Iterable[Statement], systems: Systems) -> list[str]:
+def _left_out(statements: Sequence[Statement], parts: Sequence[Systems]) -> list[str]:
     """Notes on seeds that were not trained alike, runs that diverged, and runs of different lengths."""
     pairs_left_out, lengths = [], []
-    for s in statements:
+    for systems, s in itertools.product(parts, statements):
         both = pairs(systems, s).items()
         seeds = [seed for seed, (a, b) in both if a.arithmetic != b.arithmetic]
         names = ", ".join("the first" if seed is None else str(seed) for seed in seeds)
@@ -141,7 +148,8 @@ def _left_out(statements: Iterable[Statement], systems: Systems) -> list[str]:
             lengths.append(f"{s.first} {different[0]:,} and {s.second} {different[1]:,}")
     start = "- **Seeds left out**, since two machines, or versions of torch, trained the systems"
     notes = [f"{start}: {'; '.join(pairs_left_out)}."] if pairs_left_out else []
-    if diverged := [r.name for results in systems.values() for r in results if r.diverged]:
+    everything = [r for systems in parts for results in systems.values() for r in results]
+    if diverged := [result.name for result in everything if result.diverged]:
         notes.append(
             f"- **Runs left out**, since their last loss is not finite: {', '.join(diverged)}."
         )

@@ -16,17 +16,15 @@ SAMPLES = 1000  # of the bootstrap
 PERMUTATIONS = 200_000  # the most that are computed
 LEVEL = 0.05
 AHEAD, BEHIND, EQUAL, OPEN = "ahead", "behind", "equal within the margin", "open"
-BySeed = Mapping[int | None, float]
 
 
 @dataclass(frozen=True)
 class Interval:
-    """A ``mean`` over ``count`` seeds with its 95 percent interval, which a single seed does not have."""
+    """A ``mean`` over seeds with its 95 percent interval, which a single seed does not have."""
 
     mean: float
     low: float | None
     high: float | None
-    count: int
 
     def __format__(self, spec: str) -> str:
         """``spec`` is the format of each number."""
@@ -39,21 +37,12 @@ def interval(values: Sequence[float]) -> Interval:
     """The mean and the interval of Student's t-test."""
     count, mean = len(values), statistics.fmean(values)
     if count < 2:
-        return Interval(mean, None, None, count)
+        return Interval(mean, None, None)
     from scipy import special  # slow to import
 
     error = float(np.std(values, ddof=1)) / math.sqrt(count)
     width = float(special.stdtrit(count - 1, 0.975)) * error
-    return Interval(mean, mean - width, mean + width, count)
-
-
-def paired(first: BySeed, second: BySeed) -> Interval | None:
-    """``second`` minus ``first`` over their common seeds, with the interval of the paired t-test.
-
-    Runs are paired by seed because the seed determines the order of batches. None without a common seed.
-    """
-    common = [seed for seed in first if seed in second]
-    return interval([second[seed] - first[seed] for seed in common]) if common else None
+    return Interval(mean, mean - width, mean + width)
 
 
 def spearman(first: np.ndarray, second: np.ndarray) -> float:

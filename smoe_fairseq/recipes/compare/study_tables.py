@@ -8,12 +8,12 @@ from collections.abc import Iterable, Mapping, Sequence
 import numpy as np
 
 from smoe_fairseq.recipes.compare.grid import MISSING, Grid, number
-from smoe_fairseq.recipes.compare.statements import MEASURES
+from smoe_fairseq.recipes.compare.statements import measures_of
 from smoe_fairseq.recipes.compare.statistics import spearman
 from smoe_fairseq.recipes.compare.table import average, columns
 from smoe_fairseq.recipes.datasets import Dataset
 from smoe_fairseq.recipes.evaluation.scores import CHRF, mean_of
-from smoe_fairseq.recipes.folders import run_method, run_seed
+from smoe_fairseq.recipes.folders import run_seed
 from smoe_fairseq.recipes.study.results import Result, Systems, means
 
 
@@ -25,17 +25,17 @@ def systems_table(
     Args:
         costs: parameters and FLOPs per token in millions, by method.
     """
-    timed = (r.machine for results in systems.values() for r in results if r.time)
+    timed = (r.about["machine"] for results in systems.values() for r in results if r.time)
     machines = list(dict.fromkeys(timed)) or [""]
-    rows = []
+    rows, measures = [], measures_of(dataset)
     for method, results in systems.items():
         parameters, flops = costs[method]
-        times = [[r.time for r in results if r.time and r.machine == m] for m in machines]
+        times = [[r.time for r in results if r.time and r.about["machine"] == m] for m in machines]
         updates = {result.about["updates"] for result in results}
         row = [method, number(parameters, 1), number(flops, 1)]
         row += [number(1e6 * statistics.fmean(t) if t else None, 0) for t in times]
         row += [_seeds(dataset, results), " ".join(f"{u:,}" for u in sorted(updates))]
-        for measure in MEASURES.values():
+        for measure in measures.values():
             values = [measure.of(result) for result in results]
             mean = number(statistics.fmean(values), measure.digits)
             if len(values) > 1:
@@ -56,7 +56,7 @@ def systems_table(
         "**BLEU** are means over the directions. **Length** is that of the translations relative to the "
         "references. A row has the mean and the standard deviation over its seeds.",
     ]
-    return Grid([*header, *MEASURES, "length"], rows, notes)
+    return Grid([*header, *measures, "length"], rows, notes)
 
 
 def _seeds(dataset: Dataset, results: Sequence[Result]) -> str:
@@ -65,14 +65,15 @@ def _seeds(dataset: Dataset, results: Sequence[Result]) -> str:
 
 def directions_table(dataset: Dataset, systems: Systems) -> Grid:
     """BLEU by direction."""
-    directions = list(next(iter(systems.values()))[0].scores)
+    first = next(iter(systems.values()))[0]
     rows = []
     for method, results in systems.items():
-        each = (statistics.fmean(r.scores[d].bleu for r in results) for d in directions)
+        scored = [{**r.scores, **r.kept} for r in results]
+        each = (statistics.fmean(s[d].bleu for s in scored) for d in (*first.scores, *first.kept))
         rows.append([method, _seeds(dataset, results), *map(number, each)])
     signatures = {s.signature for rs in systems.values() for r in rs for s in r.scores.values()}
     notes = [f"sacreBLEU {signature}" for signature in sorted(signatures)]
-    return Grid(["method", "seeds", *directions], rows, notes)
+    return Grid(["method", "seeds", *first.scores, *first.kept], rows, notes)
 
 
 def by_class(dataset: Dataset, systems: Systems) -> Grid:
@@ -88,7 +89,7 @@ def by_class(dataset: Dataset, systems: Systems) -> Grid:
     return Grid(["method", "seeds", *(column.name for column in parts)], rows, notes)
 
 
-def capacity_table(systems: Systems) -> Grid:
+def capacity_table(dataset: Dataset, systems: Systems) -> Grid:
     """Whether seeds agree on requested capacity, for each system with strata."""
     rows = []
     for method, results in systems.items():
@@ -105,6 +106,9 @@ def capacity_table(systems: Systems) -> Grid:
         low, high = (number(f(alike) if alike else None, sign=True) for f in (min, max))
         middle = number(statistics.fmean(alike) if alike else None, sign=True)
         row = [method, str(len(routings)), f"{middle} ({low} to {high})" if alike else MISSING]
+        for kept in (False, True) if dataset.keep else ():
+            each = [v for of in decoders for d, _, v in of if (d in results[0].kept) == kept]
+            row.append(number(statistics.fmean(each) if each else None, 3))
         for side in ("encoder", "decoder"):
             each = [_values(routing["rank_correlation"], side) for routing in routings]
             row.append(_count(statistics.fmean(v for *_, v in of) > 0 for of in each if of))
@@ -114,6 +118,8 @@ def capacity_table(systems: Systems) -> Grid:
         first = _count(of[0] > statistics.fmean(of[1:]) for of in layers)
         rows.append([*row, first if layers else MISSING])
     header = ["method", "seeds", "target languages: rank correlation between seeds"]
+    if dataset.keep:
+        header += ["decoder: trained directions", "kept directions"]
     header += ["rare tokens request more (encoder), seeds", "(decoder), seeds"]
     notes = [
         "Of the decoder's requested capacity by target language: the mean rank correlation between two "
@@ -134,31 +140,14 @@ def _count(values: Iterable[bool]) -> str:
     return f"{sum(values)} of {len(values)}"
 
 
-def runs_table(dataset: Dataset, systems: Systems) -> Grid:
-    """How each run was made, with notes on missing runs."""
+def runs_table(systems: Systems) -> Grid:
+    """How each run was made."""
     rows = []
-    results = [result for of_method in systems.values() for result in of_method]
-    for result in results:
-        about, machine = result.about, result.machine
+    for result in itertools.chain(*systems.values()):
+        about, machine = result.about, result.about["machine"]
         if untimed := about.get("untimed"):  # also added to the file by hand
             machine += f" (times left out: {untimed})"
         versions = ", ".join(f"{name} {v}" for name, v in about["versions"].items())
         rows.append([result.name, about["commit"], versions, machine, about["command"]])
-    notes = _missing_runs(dataset, [result.name for result in results])
     header = ["run", "commit", "versions", "machine", "command"]
-    return Grid(header, rows, notes, texts=len(header))
-
-
-def _missing_runs(dataset: Dataset, names: Sequence[str]) -> list[str]:
-    """Notes on systems that lack a seed of others."""
-    notes, absent = [], []
-    for suffix in sorted({name.removeprefix(run_method(name)) for name in names}):
-        expected = [method + suffix for method in dataset.study]
-        present = [name for name in expected if name in names]
-        if 2 * len(present) >= len(expected):
-            absent += [name for name in expected if name not in names]
-        elif present:
-            notes.append(f"The study's other systems do not have the seed of {', '.join(present)}.")
-    if absent:
-        notes.append(f"Not there, since they failed or are to be made: {', '.join(absent)}.")
-    return notes
+    return Grid(header, rows, texts=len(header))

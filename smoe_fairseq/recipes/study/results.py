@@ -6,13 +6,12 @@ import math
 import os
 import platform
 import re
-import shlex
 import shutil
 import statistics
 import subprocess
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -30,23 +29,24 @@ from smoe_fairseq.recipes.datasets import Dataset
 from smoe_fairseq.recipes.evaluation import scores
 from smoe_fairseq.recipes.evaluation.scores import Score
 from smoe_fairseq.recipes.folders import Folders, checkpoint_file, run_method, run_seed
-from smoe_fairseq.recipes.methods import method_flags
+from smoe_fairseq.recipes.pretrained import started
 from smoe_fairseq.recipes.processes import command
-from smoe_fairseq.recipes.program_flags import arguments, flag_values
 from smoe_fairseq.recipes.training import identity
 from smoe_fairseq.recipes.training.launcher import visible_gpus
-from smoe_fairseq.recipes.training.train import validation_flags
+from smoe_fairseq.recipes.training.train import data_arguments
 
 FILE = "run.json"
 CURVE = "curve.csv"
 ROUTING = "routing.json"
 STARTS_FILE = "starts.json"  # next to the checkpoints
 ANALYSIS = "routing"  # next to the checkpoints: the output of `smoe analyze`
+KEPT = "kept.log"  # next to the checkpoints: the validation of pairs that are not trained
 EXPERTS = "experts_per_token"
 COLUMNS = ("update", "training_nll", "validation_nll", EXPERTS, "words", "seconds")
 MIN_COUNT = 10  # minimum occurrences of a token to use its mean requested capacity
 _ABOUT = {"command": str, "commit": str, "machine": str, "versions": dict, "updates": int}
 _ABOUT |= {"flags?": {str: str}, "dictionary?": (None, str), "limits?": (None, {str: str})}
+_ABOUT |= {"kept_loss?": (None, float)}
 
 
 def folder_of(dataset: Dataset) -> Path:
@@ -115,12 +115,10 @@ def are_saved(dataset: Dataset, name: str, words: Sequence[str], processes: int)
     if not (folder / FILE).exists():
         return False
     about, method, data = _about(folder), run_method(name), Folders(dataset).binary
-    if (limits := about.get("limits")) is None:  # earlier versions kept only the command
-        typed = flag_values(shlex.split(about["command"].split(" && ")[0]))
-        recipe = dataset.train | validation_flags(dataset) | method_flags(method, dataset)
-        limits = identity.limits(flag_values(arguments(recipe)) | typed)
+    limits = about.get("limits") or {"--max-update": str(about["updates"])}  # of older runs
     saved = {"method": method, "dictionary": about.get("dictionary"), "trained": limits}
     saved["flags"] = about.get("flags", {})
+    words = [*words, *started(dataset, words)]
     difference = identity.other_settings(saved, words, processes, data)
     if difference is None and (flags := scores.other_search(dataset, folder)):
         difference = f"was evaluated with {flags}"
@@ -143,7 +141,8 @@ def save(dataset: Dataset, name: str, line: str) -> None:
     curve = _curve(logged, training_log.read_validations(log))
     if all(row["validation_nll"] is None for row in curve):
         raise UsageError(f"{log} has no validation loss, which the report of a study compares")
-    own = identity.record(run)
+    own, validated = identity.record(run), run / KEPT
+    kept = re.findall(r"\| nll_loss (\S+)", read_text(validated)) if validated.exists() else []
     content = {
         "command": line,
         "flags": own.get("flags", {}),
@@ -154,6 +153,7 @@ def save(dataset: Dataset, name: str, line: str) -> None:
         "python": platform.python_version(),
         "updates": curve[-1]["update"] if curve else None,
         EXPERTS: _experts_per_token(logged),
+        "kept_loss": float(kept[-1]) if kept else None,  # bits per target token, on the test set
     }
     routing = routing_summary(run)
     with whole_folder(folder_of(dataset) / name, replace=True) as folder:
@@ -195,12 +195,20 @@ def _experts_per_token(logged: Mapping[int, Mapping[str, float]]) -> float | Non
     return round(statistics.fmean(*zip(*lines)), 3) if any(words for _, words in lines) else None
 
 
-def commands(dataset: Dataset, run: Path) -> list[str]:
-    """The commands that analyse the test set, for `routing_summary`."""
-    checkpoint = checkpoint_file(run, dataset.checkpoint)
-    data = Folders(dataset).binary_path(dataset.shards)
-    analyze = ("smoe", "analyze", data, "--path", checkpoint, "--gen-subset", "test")
-    return [command("rm", "-rf", run / ANALYSIS), command(*analyze, "--output", run / ANALYSIS)]
+def commands(dataset: Dataset, run: Path, strata: bool) -> list[str]:
+    """The commands on the test set: with strata for `routing_summary`, with ``keep`` for "kept_loss"."""
+    checkpoint, lines = checkpoint_file(run, dataset.checkpoint), []
+    if strata:
+        analyze = ["smoe", "analyze", Folders(dataset).binary_path(dataset.shards)]
+        analyze += ["--path", checkpoint, "--gen-subset", "test", "--output", run / ANALYSIS]
+        pairs = ",".join(dataset.directions + dataset.kept_directions)
+        analyze += ["--lang-pairs", pairs] if dataset.keep else []
+        lines = [command("rm", "-rf", run / ANALYSIS), command(*analyze)]
+    if dataset.keep:
+        words = data_arguments(replace(dataset, pairs=dataset.keep, one_way=None))
+        words += ["--path", str(checkpoint), "--valid-subset", "test", "--max-tokens", "4096"]
+        lines.append(command("fairseq-validate", *words, output=run / KEPT))
+    return lines
 
 
 def routing_summary(run: Path) -> dict | None:
@@ -249,6 +257,7 @@ class Result:
     about: dict
     routing: dict | None = None  # from `routing_summary`
     folder: Path = Path()
+    kept: Mapping[str, Score] = field(default_factory=dict)  # of directions that are not trained
 
     @property
     def seed(self) -> int | None:
@@ -256,14 +265,9 @@ class Result:
         return run_seed(self.name)
 
     @property
-    def machine(self) -> str:
-        """The machine that trained it."""
-        return self.about["machine"]
-
-    @property
     def arithmetic(self) -> tuple[str, str | None]:
         """The machine and its version of torch, which decide how results are rounded."""
-        return self.machine, self.about["versions"].get("torch")
+        return self.about["machine"], self.about["versions"].get("torch")
 
     @property
     def validation(self) -> float:
@@ -300,15 +304,16 @@ Systems = Mapping[str, Sequence[Result]]  # by method, a result for each seed
 def read(dataset: Dataset) -> list[Result]:
     """The results of all runs, ordered by name."""
     folders = sorted(file.parent for file in folder_of(dataset).glob(f"*/{FILE}"))
-    return [_read(folder) for folder in folders if folder.suffix not in (".partial", ".old")]
+    whole = [folder for folder in folders if folder.suffix not in (".partial", ".old")]
+    return [_read(folder, dataset.kept_directions) for folder in whole]
 
 
 def _about(folder: Path) -> dict:
     return read_json(folder / FILE, _ABOUT)
 
 
-def _read(folder: Path) -> Result:
-    about = _about(folder)
+def _read(folder: Path, kept: Sequence[str]) -> Result:
+    about, scored = _about(folder), scores.read(folder)
     try:
         curve = [
             {name: float(row[name]) if row.get(name) else None for name in COLUMNS}
@@ -320,7 +325,8 @@ def _read(folder: Path) -> Result:
         raise UsageError(f"{folder / CURVE} has an empty cell")
     file = folder / ROUTING
     routing = read_json(file) if file.exists() else None
-    result = Result(folder.name, scores.read(folder), curve, about, routing, folder)
+    untrained = {name: scored.pop(name) for name in kept if name in scored}
+    result = Result(folder.name, scored, curve, about, routing, folder, untrained)
     if not result.scores or all(row["validation_nll"] is None for row in curve):
         raise UsageError(f"{folder} has no scores or no validation loss: delete it and study again")
     return result

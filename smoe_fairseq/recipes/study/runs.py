@@ -3,7 +3,6 @@
 import os
 import re
 import subprocess
-import sys
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -16,6 +15,7 @@ from smoe_fairseq.files import check_plain, open_plain
 from smoe_fairseq.host_memory import cores, machine_memory
 from smoe_fairseq.locks import lock_folder
 from smoe_fairseq.recipes.compare.report import write_report
+from smoe_fairseq.recipes.data.text_files import progress
 from smoe_fairseq.recipes.datasets import Dataset
 from smoe_fairseq.recipes.evaluation import scores
 from smoe_fairseq.recipes.folders import Folders, default_seed, run_name
@@ -28,7 +28,6 @@ from smoe_fairseq.recipes.training.launcher import plan_launch, visible_gpus
 from smoe_fairseq.recipes.training.train import plan
 
 POLL_SECONDS = 1
-REPORT_SECONDS = 600  # between two lines on running runs, unless there is a terminal
 LOG, LOCK = "study.log", "study.lock"
 _RUN_MEMORY = 3 << 30  # bytes that a run on a CPU may need
 _UPDATES = re.compile(rb"num_updates[=: ]+(\d+)")
@@ -61,9 +60,7 @@ class Run:
             recipe("train", self.dataset.name, self.method, *self.flags),
             recipe("evaluate", self.dataset.name, self.method),
         ]
-        if self.strata:
-            steps += results.commands(self.dataset, self.folder)
-        return " && ".join(steps)
+        return " && ".join([*steps, *results.commands(self.dataset, self.folder, self.strata)])
 
     def done(self) -> int:
         """The updates so far, according to the log."""
@@ -144,19 +141,10 @@ def _runs(dataset: Dataset, words: Sequence[str]) -> list[Run]:
 
 def _work(left: list[Run], slots: dict[int, dict[str, str]]) -> list[Run]:
     """Train and evaluate the runs; returns those that failed."""
-    from tqdm import tqdm
-
     failed, running, new = [], {}, False
-    waiting = deque(left)
-    total = sum(run.updates for run in left)
-    reported = time.monotonic()
-    with (
-        ProcessGroups() as groups,
-        tqdm(total=total, unit=" updates", disable=not sys.stderr.isatty()) as bar,
-    ):
-        before = sum(run.done() for run in left)
-        bar.initial = bar.n = before
-        started = time.monotonic()
+    waiting, before = deque(left), sum(run.done() for run in left)
+    total = sum(run.updates for run in left) - before
+    with ProcessGroups() as groups, progress("study", total, "updates") as advance:
         while (waiting or running) and not groups.received:
             for slot in [s for s in slots if s not in running]:
                 if waiting:
@@ -169,8 +157,8 @@ def _work(left: list[Run], slots: dict[int, dict[str, str]]) -> list[Run]:
                     warn(f"the report is to be made anew: {error}")
                 new = False
             time.sleep(POLL_SECONDS)
-            updates = sum(run.done() for run in left)
-            bar.update(updates - bar.n)
+            before, last = sum(run.done() for run in left), before
+            advance(before - last)
             for slot, run in list(running.items()):
                 if (status := run.process.poll()) is not None and not groups.received:
                     del running[slot]
@@ -186,9 +174,6 @@ def _work(left: list[Run], slots: dict[int, dict[str, str]]) -> list[Run]:
                         print(f"# {run.name}: {mean} ({count} of {len(left)} runs)", flush=True)
                         continue
                     failed.append(run)
-            if bar.disable and time.monotonic() > reported + REPORT_SECONDS:
-                reported = time.monotonic()
-                _print_progress(running, updates, updates - before, total, reported - started)
     return failed
 
 
@@ -234,11 +219,3 @@ def _start(groups: ProcessGroups, run: Run, variables: dict[str, str]) -> None:
     with open_plain(run.folder / LOG, append=True) as log:
         output = {"stdout": log, "stderr": subprocess.STDOUT}
         run.process = groups.start(["bash", "-c", run.line], variables, **output)
-
-
-def _print_progress(running: dict[int, Run], updates: int, made: int, total: int, seconds: float):
-    each = ", ".join(f"{run.name} {run.done()} of {run.updates}" for run in running.values())
-    hours = ""
-    if total > made > 0:
-        hours = f", about {(total - updates) * seconds / made / 3600:.1f} h left"
-    print(f"# {updates:,} of {total:,} updates{hours}; {each}", flush=True)

@@ -140,7 +140,8 @@ def other_settings(saved: dict, words: Sequence[str], processes: int, data: Path
     )
     if not saved["dictionary"] or not data.exists():
         both[1]["dictionary"] = saved["dictionary"]
-    left_out = {*_PRECISION, "--seed", "processes"}
+    left_out = {*_PRECISION, "--seed", "processes", "--fixed-dictionary"}
+    left_out |= {"--finetune-from-model"} if "--pretrained" in saved["flags"] else set()
     for each in both:
         flags = each["flags"] | each[_TRAINED]
         each["flags"] = {name: value for name, value in flags.items() if name not in left_out}

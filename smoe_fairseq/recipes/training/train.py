@@ -61,11 +61,11 @@ def train(dataset: Dataset, method: str, flags: Sequence[str], force_resume: boo
         folders.check_prepared(dataset.pairs)
     launch, words, notes = plan(dataset, method, flags)
     folder = Path(flag_values(words)["--save-dir"])
-    restored = flag_values(flags).keys() & {"--restore-file", "--finetune-from-model"}
-    started, start, upcycle = [], [], []  # in the identity, in the command, and before it
-    if dataset.start and not restored:
+    restored = flag_values(words).keys() & {"--restore-file", "--finetune-from-model"}
+    start, upcycle = [], []  # in the command, and before it
+    if started := pretrained.started(dataset, words):
         start, upcycle = _start(dataset, words, folder)
-        started = [*start, "--pretrained", dataset.start["fingerprint"]]
+        started += start
     for last in () if restored else filter(is_cut_off, folder.glob("checkpoint_last*.pt")):
         advice = "delete it, and the same command resumes from the newest other checkpoint, if any"
         raise UsageError(f"{last} is cut off: {advice}")
@@ -185,18 +185,21 @@ def begin_log(file: Path, line: str) -> None:
 
 
 def validation_flags(dataset: Dataset) -> Flags:
-    """The flags of fairseq-train for the data set's ``validate``: validation by translations."""
+    """The flags of fairseq-train for the data set's ``validate``: by translations, or by the loss."""
     if not (settings := dataset.validate):
         return {}
     flags = {
-        "validate-sentences": settings.get("sentences", 200),
-        "validate-beam": settings.get("beam"),
-        "best-checkpoint-metric": settings.get("metric", "chrf"),
-        "maximize-best-checkpoint-metric": settings.get("metric") != "ter",
         "validate-interval-updates": settings.get("every"),
         "save-interval-updates": settings.get("every"),
         "patience": settings.get("patience"),
     }
+    if settings.get("metric") != "loss":
+        flags |= {
+            "validate-sentences": settings.get("sentences", 200),
+            "validate-beam": settings.get("beam"),
+            "best-checkpoint-metric": settings.get("metric", "chrf"),
+            "maximize-best-checkpoint-metric": settings.get("metric") != "ter",
+        }
     return {name: value for name, value in flags.items() if value is not None}
 
 
