@@ -15,7 +15,7 @@ from unittest import mock
 import torch
 
 from smoe_fairseq.files import write_whole
-from smoe_fairseq.modules import StratifiedMoE, fused
+from smoe_fairseq.modules import StratifiedMoE, fused, products
 
 TABLE = Path(__file__).parent.parent / "results/gpu/resources.md"
 # KiB of shared memory of a program, by compute capability (CUDA C++ Programming Guide, table of features).
@@ -83,7 +83,7 @@ def measure(capability: int, strata: str, kind: str) -> str:
     """A row of the table: the largest tiles that fit."""
     half = torch.float16 if capability < 80 else torch.bfloat16
     tried = []
-    for shrink in fused.SHRINKS:
+    for shrink in products.SHRINKS:
         found = []
         for (name, *_), launch in launches(strata, half, kind, shrink).items():
             found.append((compiled(*launch, capability), name))
@@ -91,7 +91,7 @@ def measure(capability: int, strata: str, kind: str) -> str:
                 break
         else:
             tried.append((max(usage.spills for usage, _ in found), shrink, found))
-            if tried[-1][0] <= 4 * fused.SPILLS:
+            if tried[-1][0] <= 4 * products.SPILLS:
                 break
     _, shrink, found = min(tried, key=lambda each: each[:2])
     cells = []

@@ -17,15 +17,15 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from smoe_fairseq.modules.config import EVALUATION, TRAINING
-from smoe_fairseq.modules.parallel import Here, Trip
+from smoe_fairseq.modules.parallel import Placement, Trip
 from smoe_fairseq.modules.products import (
-    SHRINKS,
     TILE,
     TYPES,
     Launcher,
     TorchProducts,
     TritonProducts,
     kernels,
+    largest_tiles,
     next_power,
     shape_of_product,
     torch_has_one,
@@ -42,7 +42,6 @@ MAX_EXPERTS, MAX_CHOICES, MAX_WIDTH = 128, 8, 2048
 TOKENS = 16  # per program
 PARTS = 16  # partial sums over an expert's rows
 BLOCK_D = 256  # columns that a program processes at a time
-SPILLS = 16  # numbers of a thread that a kernel may keep in memory
 PROGRAMS = 1024  # of a kernel over rows, whose number is not known on the host
 # Tiles of kernels: names of their constants in capitals.
 TILES = {"SCANNED": 512, "BLOCK_N": 16, "BLOCK_F": 256, "FEW_T": 2, "SETTLED": 4096}
@@ -62,22 +61,10 @@ def shrinkage(block, x: Tensor) -> int | None:
     key = x.device, *types, w1.shape, block.strata, gate.top_k, block.training
     key += (block.execution,)
     if key not in _shrinks:
-        spills, reason = {}, ""
-        for shrink in SHRINKS:
-            try:
-                spills[shrink] = _spills(block, x, shrink)
-            except Exception as error:  # of a compiler, a driver or Triton itself
-                reason = str(error)
-                if type(error).__name__ == "OutOfResources":
-                    continue
-                break
-            if spills[shrink] <= SPILLS:
-                break
-        _shrinks[key] = min(spills, key=spills.get) if spills else None
         what = f"{len(w1)} experts of {w1.shape[2]} and {w1.shape[1]} on {x.device}"
-        if _shrinks[key] is None:
-            logger.warning("%s: no fused kernels, since Triton fails: %s", what, reason)
-        else:
+        spills_of = functools.partial(_spills, block, x)
+        _shrinks[key] = largest_tiles(spills_of, f"fused kernels for {what}")
+        if _shrinks[key]:
             logger.info("%s: fused kernels", what)
     return _shrinks[key]
 
@@ -113,7 +100,8 @@ def rehearse(block, x: Tensor, start: Callable, shrink: int = 1) -> None:
     x_TD = x.detach().reshape(-1, x.shape[-1])[:1]
     with torch.random.fork_rng([x.device] if x.is_cuda else []):
         run = _settings(block, x_TD, None, shrink)
-    run.launcher, run.product, run.keeps, run.trip = launcher, shape_of_product, True, Here
+    run.launcher, run.product, run.keeps = launcher, shape_of_product, True
+    run.trip = functools.partial(Trip, Placement(block.strata.num_experts))
     named = {name: empty(run.named[name]) for name in ("seed", "stratum_of_expert", "padding")}
     run.named |= named
     norms = [empty(p) for norm in block.layer_norms for p in (norm.weight, norm.bias)]
@@ -229,8 +217,7 @@ def _settings(block, x_TD: Tensor, padding_mask: Tensor | None, shrink: int) -> 
     return SimpleNamespace(
         named=named, launcher=Launcher, tile=TILE // shrink if ours else None, product=None,
         ranks=placement.group_size if placement.is_sharded else 1,
-        trip=functools.partial(Trip, placement) if placement.is_sharded else Here,
-        strata=_layout(block.strata), keeps=torch.is_grad_enabled(),
+        trip=functools.partial(Trip, placement), strata=_layout(block.strata), keeps=torch.is_grad_enabled(),
     )  # fmt: skip
 
 
@@ -296,8 +283,8 @@ class _Block(torch.autograd.Function):
             launch(k.scan, experts + 1)
             copies_ND = w1.new_empty(copies, width)
             launch(k.dispatch, blocks, ends=ends[i], copies=copies_ND)
-            trip = run.trip(kept_C, ends[i], range(first, first + own))
-            x_ND, e = trip.there(copies_ND), trip.first
+            trip = run.trip(kept_C, range(first, first + own), ends[i])
+            x_ND, e = trip.make(copies_ND), trip.first
             if run.tile:
                 hidden_NF = products.multiply(x_ND, w1, trip.ends, e, bias=b1, end="relu")
                 out_ND = products.multiply(hidden_NF, w2, trip.ends, e, bias=b2, end="bias")
@@ -306,7 +293,7 @@ class _Block(torch.autograd.Function):
                 programs = min(PROGRAMS, -(-copies // TOKENS))
                 launch(k.activate, programs, h=hidden_NF, bias=b1, ends=trip.ends)
                 out_ND = products.multiply(hidden_NF, w2, trip.ends, e)
-            out_ND = trip.back(out_ND)
+            out_ND = trip.make(out_ND, back=True)
             launch(k.combine, blocks, outputs=out_ND, bias=b2)
             if run.keeps:
                 saved += [x_ND, hidden_NF, out_ND]
@@ -359,7 +346,7 @@ class _Block(torch.autograd.Function):
             }  # fmt: skip
             grad_out_ND = torch.empty_like(out_ND)
             launch(k.spread, blocks, outputs=out_ND, grad_outputs=grad_out_ND)
-            grad_out_ND = trip.there(grad_out_ND)
+            grad_out_ND = trip.make(grad_out_ND)
             grad_hidden_NF = products.multiply(grad_out_ND, w2, ends, trip.first, back=True)
             units = across + launch.named["held"] * (across + across_f)
             launch(
@@ -378,7 +365,7 @@ class _Block(torch.autograd.Function):
             )  # fmt: skip
             later = grad_w1, grad_w2
             warps = min(max(1, wide * few // PER_WARP), 32)
-            grad_copies_ND = trip.back(grad_copies_ND)
+            grad_copies_ND = trip.make(grad_copies_ND, back=True)
             launch(k.collect, programs, num_warps=warps, grad_copies=grad_copies_ND)
             del grad_copies_ND
         flat = parts.view(splits, size).sum(0)

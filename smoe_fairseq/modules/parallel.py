@@ -99,26 +99,8 @@ def _groups(world: dist.ProcessGroup, world_size: int, size: int) -> list[dist.P
     return [dist.new_group(range(first, first + size)) for first in range(0, world_size, size)]
 
 
-class Here:
-    """The rows of a stratum where no expert is on another rank: they stay.
-
-    Args:
-        ends_E: the end of each expert's rows.
-        own: experts that no later gate sees, as the block numbers them.
-    """
-
-    def __init__(self, kept_C: Tensor, ends_E: Tensor, own: range):
-        self.ends, self.first, self.own = ends_E, own.start, own.stop - own.start
-
-    def there(self, x_ND: Tensor) -> Tensor:
-        """To the experts; also the gradient of `back`."""
-        return x_ND
-
-    back = there
-
-
-class Trip(Here):
-    """The rows of a stratum on their way to the ranks of their experts, and back.
+class Trip:
+    """The rows of a stratum on their way to the ranks of their experts, and back; without sharding they stay.
 
     One exchange of counts, for which the host waits, tells how many rows travel; it is collective. Rows that
     arrive are sorted by sender and expert, and so are their ``ends``; ``first`` is the first expert of this
@@ -126,10 +108,18 @@ class Trip(Here):
 
     Args:
         kept_C: copies for each expert of the block, of which rows are sorted by expert.
+        own: experts that no later gate sees, as the block numbers them.
+        ends_E: without sharding, the end of each expert's rows.
     """
 
-    def __init__(self, placement: Placement, kept_C: Tensor, ends_E: Tensor | None, own: range):
-        self.group, ranks = placement.process_group(), placement.group_size
+    def __init__(
+        self, placement: Placement, kept_C: Tensor, own: range, ends_E: Tensor | None = None
+    ):
+        self.group, ranks = None, placement.group_size
+        if not placement.is_sharded:
+            self.ends, self.first, self.own = ends_E, own.start, own.stop - own.start
+            return
+        self.group = placement.process_group()
         received_C = torch.empty_like(kept_C)
         dist.all_to_all_single(received_C, kept_C, group=self.group)
         numbers = torch.stack([kept_C, received_C]).view(2, ranks, placement.num_local).tolist()
@@ -157,13 +147,11 @@ class Trip(Here):
         own = range(self.first, self.first + self.own)
         return Copies(None, one_N1, None, self.numbers_PE.sum(0), own, sizes, plan=plan)
 
-    def there(self, x_ND: Tensor) -> Tensor:
-        self.start(x_ND, back=False)
-        return self.wait()
-
-    def back(self, x_ND: Tensor) -> Tensor:
-        """From the experts; also the gradient of `there`."""
-        self.start(x_ND, back=True)
+    def make(self, x_ND: Tensor, back: bool = False) -> Tensor:
+        """The rows at their experts, or ``back``; each is the gradient of the other."""
+        if self.group is None:
+            return x_ND
+        self.start(x_ND, back)
         return self.wait()
 
     def start(self, x_ND: Tensor, back: bool, padding: int = 0) -> Tensor:
@@ -203,7 +191,7 @@ def compute_over_ranks(
     """
     end = copies.own.start + len(copies.kept_E)
     kept_C = F.pad(copies.kept_E, (copies.own.start, placement.num_experts - end))
-    trip = Trip(placement, kept_C, None, copies.own)
+    trip = Trip(placement, kept_C, copies.own)
     plan = DispatchPlan.of(copies, sum(trip.sent) + 1)
     # Sent in the type of the computation, which may be half precision.
     rows_ND = plan.take(x_TD.to(weights[0].dtype))

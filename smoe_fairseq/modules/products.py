@@ -22,6 +22,7 @@ TYPES = (torch.float32, torch.float16, torch.bfloat16)
 ONE_KERNEL = (9, 10)  # major compute capabilities for which torch has the kernel
 OLDEST = (7, 5)  # compute capability; Triton supports none before
 SHRINKS = (1, 2, 4, 8)  # of tiles, tried in this order
+SPILLS = 16  # numbers of a thread that a kernel may keep in memory
 TILE = 128  # rows and columns of a tile of our products
 DEPTH = 32  # how many numbers it sums at a time
 
@@ -87,17 +88,38 @@ def tile_of(device: torch.device, dtype: torch.dtype) -> int | None:
         return None
     x = torch.ones(32, 32, device=device, dtype=dtype)
     ends = torch.full((1,), 32, device=device, dtype=torch.int32)
+
+    def try_products(shrink: int) -> int:
+        products = TritonProducts(TILE // shrink)
+        products.multiply(x, x.unsqueeze(0), ends)
+        products.outer(x, x, ends)
+        return 0
+
+    shrink = largest_tiles(try_products, f"grouped products on {device}")
+    return shrink and TILE // shrink
+
+
+def largest_tiles(spills_of: Callable[[int], int], what: str) -> int | None:
+    """The number that divides the tiles so that kernels fit the device, and spill least; None: none does.
+
+    Args:
+        spills_of: from that number to how many numbers a thread keeps in memory, at most.
+        what: the kernels; it is logged with the error if none fits.
+    """
+    spills, reason = {}, ""
     for shrink in SHRINKS:
         try:
-            products = TritonProducts(TILE // shrink)
-            products.multiply(x, x.unsqueeze(0), ends)
-            products.outer(x, x, ends)
-            return TILE // shrink
+            spills[shrink] = spills_of(shrink)
         except Exception as error:  # of a compiler, a driver or Triton itself
-            if type(error).__name__ != "OutOfResources":
-                logger.warning("no grouped products on %s, since Triton fails: %s", device, error)
-                return None
-    return None
+            reason = str(error)
+            if type(error).__name__ == "OutOfResources":
+                continue
+            break
+        if spills[shrink] <= SPILLS:
+            break
+    if not spills:
+        logger.warning("no %s, since Triton fails: %s", what, reason)
+    return min(spills, key=spills.get, default=None)
 
 
 class TorchProducts:
