@@ -60,6 +60,8 @@ def refusing_flags(start: str = "") -> Iterator[None]:
         with redirect_stderr(output):
             yield
     except SystemExit as error:
+        if isinstance(error.code, int) and error.code > 128:  # a signal, see `exit_on_signals`
+            raise
         line = (output.getvalue().splitlines() or [str(error)])[-1]
         raise UsageError(start + (line.partition("error: ")[2] or line)) from None
 

@@ -321,8 +321,8 @@ def start_evaluation(folder: Path, runs: str, *flags: str, **given: str) -> subp
         [ROOT / "scripts/evaluate.sh", "tiny", "smoe-2-2", "--beam", "2", *flags],
         cwd=folder,
         env=environment | {"CONFIG_DIR": str(folder / "configs")} | given,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
+        stdout=(folder / "said").open("w"),
+        stderr=subprocess.STDOUT,
         start_new_session=True,
     )
 
@@ -415,17 +415,22 @@ def lines_of(file: Path) -> list[str]:
 
 
 @pytest.mark.soak
-def test_a_killed_evaluation_goes_on_with_what_is_left(tiny, unevaluated):
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+def test_a_killed_evaluation_goes_on_with_what_is_left(tiny, unevaluated, number):
     expected = result_of(tiny[0] / "runs/tiny/smoe-2-2")
     run = unevaluated / "runs/tiny/smoe-2-2"
     process = start_evaluation(unevaluated, "runs", JOBS="1")
     wait_until(lambda: list(run.glob("test.partial/scores.json")) or process.poll() is not None)
+    if number == signal.SIGINT:
+        process.send_signal(number)
+        assert process.wait() == 128 + number, (unevaluated / "said").read_text()
+        assert "ended: 1 of 2" in (unevaluated / "said").read_text()
     kill(process, unevaluated)
     assert not (run / "scores.json").exists()
     (done,) = json.loads((run / "test.partial/scores.json").read_text())["scores"]
     told = table(unevaluated, "tiny", CONFIG_DIR=str(unevaluated / "configs"))
     assert "1 of 4 directions are scored" in told
-    assert f"{expected['scores'][done]['bleu']:.2f}" in told.splitlines()[2]
+    assert f"{expected['scores'][done]['bleu']:.2f}" in told
 
     before = (run / "test.partial" / done / "generate-test.txt").stat().st_mtime_ns
     again = evaluate_again(unevaluated)

@@ -81,7 +81,8 @@ def _series(args: Namespace) -> dict:
         raise UsageError(f"--log {error}") from None
     if args.log is not None and not series:
         raise UsageError(f"--log {log} has no routing metrics: expected the log of fairseq-train")
-    return series
+    # A single line of the run's own log shows no course.
+    return series if args.log or max(map(len, series.values()), default=0) > 1 else {}
 
 
 def _description(args: Namespace, model: nn.Module, totals: results.Results, sentences, too_long):

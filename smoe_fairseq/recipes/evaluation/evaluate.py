@@ -227,13 +227,19 @@ def _translate(evaluation: Evaluation) -> None:
         )
         print(f"# {len(left)} of {count} directions on {devices}, the longest first", flush=True)
         jobs = {direction: evaluation.job(direction) for direction in left}
-        with progress("evaluate", sum(lines.values()), "sentences") as advance:
-            for direction in translations.translate_all(devices, jobs, advance):
-                scored[direction] = _score(evaluation, direction)
-                evaluation.save(scored, evaluation.partial)
-                with tqdm.external_write_mode(sys.stdout):
-                    done = f"({len(scored)} of {count})"
-                    print(f"# {direction}: {scored[direction]} {done}", flush=True)
+        try:
+            with progress("evaluate", sum(lines.values()), "sentences") as advance:
+                for direction in translations.translate_all(devices, jobs, advance):
+                    scored[direction] = _score(evaluation, direction)
+                    evaluation.save(scored, evaluation.partial)
+                    with tqdm.external_write_mode(sys.stdout):
+                        done = f"({len(scored)} of {count})"
+                        print(f"# {direction}: {scored[direction]} {done}", flush=True)
+        except SystemExit:  # a signal
+            print(
+                f"# ended: {len(scored)} of {count} scored; the same command continues", flush=True
+            )
+            raise
     if odd := ", ".join(direction for direction, score in scored.items() if score.has_odd_length):
         warn(
             f"the translations of {odd} are much longer or shorter than the references (0.8 to 1.2 times as "

@@ -34,17 +34,17 @@ def read_curves(log: Path) -> Curves:
     return curves
 
 
-def draw(folder: Path, log: Path) -> Path | None:
-    """Draw ``training.png`` and ``.svg`` in a run's folder; None without enough points or matplotlib."""
+def draw(folder: Path, log: Path) -> Path | str:
+    """Draw ``training.png`` and ``.svg`` in a run's folder; the first, or why there is no picture."""
     try:
         by_panel = read_curves(log)
         lengths = (len(points) for curves in by_panel.values() for points in curves.values())
         if max(lengths, default=0) < MIN_POINTS:
-            return None
+            return f"it needs two lines of the log with a loss (--log-interval); {log} has fewer"
         with quietly():
             from smoe_fairseq.analysis import figures  # imports matplotlib, perhaps missing
-    except UsageError:
-        return None
+    except UsageError as error:
+        return str(error)
     panels = [panel for panel in (LOSS, SCORES, RATE) if panel in by_panel]
 
     @figures.styled

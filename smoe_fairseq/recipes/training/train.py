@@ -134,9 +134,9 @@ def _run_lines(
         identity.finish(words)
         (folder / pretrained.UPCYCLED).unlink(missing_ok=True)
         if not identity.is_joined(folder):
-            why = "no picture of the training: it needs matplotlib, and more lines (--log-interval)"
-            plot = picture.draw(folder, folder / LOG)
-            print(f"# {plot} shows losses and learning rate" if plot else f"# {why}", flush=True)
+            plot, shows = picture.draw(folder, folder / LOG), "shows losses and learning rate"
+            none = f"no picture of the training: {plot}"
+            print(f"# {none if isinstance(plot, str) else f'{plot} {shows}'}", flush=True)
 
 
 def _start(dataset: Dataset, words: Sequence[str], folder: Path) -> tuple[list[str], list[str]]:
