@@ -221,6 +221,11 @@ def test_execution_by_what_the_device_can_do(
     assert sum(dtype in record.message for record in caplog.records) <= 1  # once in a process
 
 
+def test_devices_that_nobody_has_measured_take_a_product_per_expert(monkeypatch):
+    monkeypatch.setattr(torch.Tensor, "device", torch.device("mps"))
+    assert why_per_expert(torch.empty(4, 16, 16))
+
+
 def casts(operations, experts) -> int:
     """How often first or second weights of all experts were made anew in another type."""
     size = experts.w1.numel()

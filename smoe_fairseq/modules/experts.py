@@ -155,17 +155,21 @@ def start_pass(
 
 def why_per_expert(weight: Tensor, execution: str = "auto") -> str:
     """Why not to group the products of such weights ``(E, O, I)``; logged once per device but the CPU."""
-    device, dtype, reason = weight.device, weight.dtype, ""
-    if torch.compiler.is_compiling() or device.type == "cpu":
-        is_auto = (
-            device.type == "cpu" and execution != "grouped" and not torch.compiler.is_compiling()
-        )
-        return "a CPU" if is_auto or products_of(weight) is None else ""
-    if execution != "grouped" and not torch_has_one(weight, dtype):
-        reason = why_not_triton(device, dtype)
+    device, dtype, is_traced, reason = (
+        weight.device,
+        weight.dtype,
+        torch.compiler.is_compiling(),
+        "",
+    )
+    if execution != "grouped" and not is_traced:
+        if device.type == "cpu":
+            return "a CPU"
+        if device.type != "cuda" or not torch_has_one(weight, dtype):
+            reason = why_not_triton(device, dtype)
     if not reason and products_of(weight) is None:
-        reason = "our kernels do not fit"
-    _log_execution(str(device), str(dtype).removeprefix("torch."), reason)
+        reason = "no product of all experts fits"
+    if device.type != "cpu" and not is_traced:
+        _log_execution(str(device), str(dtype).removeprefix("torch."), reason)
     return reason
 
 
