@@ -120,7 +120,8 @@ def _vocabulary(folder: Path) -> tuple[list[str], list[str], bytes]:
             token = f"__{languages[-1]}__"
         words.append(token)
     if len(languages) < 2:
-        raise UsageError(f"{folder / _SETTINGS}: expected tokens of languages, like eng_Latn")
+        expected = "expected tokens of languages, like eng_Latn, in additional_special_tokens"
+        raise UsageError(f"{folder / _SETTINGS}: {expected}")
     if wrong := next(
         (w for w, n in Counter(words).items() if n > 1 or not _WORD.fullmatch(w)), None
     ):

@@ -173,8 +173,8 @@ def run_upcycle(args: Namespace) -> None:
         f"{args.output}: {layers} MoE layers, whose experts are copies of the FFNs of {args.path}"
     )
     print(
-        f"continue training with its dictionaries: fairseq-train DATA --user-dir $(smoe path) --arch "
-        f"smoe_transformer {words} --finetune-from-model {args.output}"
+        f"without a recipe, train it with its dictionaries by fairseq-train DATA --user-dir $(smoe path) "
+        f"--arch smoe_transformer {words} --finetune-from-model {args.output}"
     )
 
 

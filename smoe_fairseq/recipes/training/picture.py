@@ -7,6 +7,7 @@ from smoe_fairseq.errors import UsageError, quietly
 
 STEM = "training"  # of the files in the run's folder
 MIN_POINTS = 2  # of the longest curve; shorter ones are not drawn
+FEW = 20  # points of a curve that are marked, as a single one could not be seen otherwise
 LOSS, SCORES, RATE = "nll_loss, bits per token", "score of translations", "learning rate"
 # Panel and curve, by name in the log, of training and of validation.
 CURVES = {
@@ -54,7 +55,8 @@ def draw(folder: Path, log: Path) -> Path | str:
             shades = (figures.MIDDLE, figures.DARK)
             named = sorted(by_panel[panel].items(), reverse=True)
             for (curve, points), shade in zip(named, shades[::-1]):
-                ax.plot(*zip(*sorted(points.items())), color=shade, label=curve)
+                dots = "." if len(points) < FEW else ""
+                ax.plot(*zip(*sorted(points.items())), color=shade, label=curve, marker=dots)
             ax.set_title(panel)
             ax.set_xlabel("update")
             if len(by_panel[panel]) > 1:
