@@ -231,9 +231,8 @@ def test_compiles_without_graph_breaks(strata, dtype, tolerance, monkeypatch):
     ``tolerance`` is a share of a tensor's largest number: gradients can be small sums of large numbers.
     """
     calls = []
-    gradient = products.TorchProducts.outer
-    counted = lambda *args: calls.append(1) or gradient(*args)  # noqa: E731
-    monkeypatch.setattr(products.TorchProducts, "outer", counted)
+    kind, outer = products.TorchProducts, products.TorchProducts.outer
+    monkeypatch.setattr(kind, "outer", lambda *args: calls.append(1) or outer(*args))
     block = make_block(strata).to(dtype)
     block.execution = "grouped"  # which tracing asks for by itself
     x = torch.randn(T, D, dtype=dtype)

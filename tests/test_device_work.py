@@ -196,6 +196,7 @@ OURS = [(*case, 16, "ours") for case in OURS] + [
     ((9, 0), "bfloat16", 12, "ours")
 ]  # rows of 24 bytes
 NEITHER = [((9, 0), "float32", 16, "per-expert"), ((7, 0), "float16", 16, "per-expert")]
+NEITHER += [(None, "float32", 16, "per-expert")]  # another maker's device
 
 
 @pytest.mark.parametrize("has_triton", [True, False])
@@ -213,17 +214,14 @@ def test_execution_by_what_the_device_can_do(
     if ours := expected == "ours":
         expected = "grouped" if has_triton else "per-expert"
     weight = torch.empty(4, width, width, dtype=getattr(torch, dtype))
-    monkeypatch.setattr(torch.Tensor, "device", torch.device(f"cuda:{capability[0]}"))
+    monkeypatch.setattr(
+        torch.Tensor, "device", torch.device(f"cuda:{capability[0]}" if capability else "mps")
+    )
     with caplog.at_level("INFO"):
         for _ in range(2):
             assert ("per-expert" if why_per_expert(weight) else "grouped") == expected
     assert ours == (type(products.products_of(weight)) is products.TritonProducts) or not ours
     assert sum(dtype in record.message for record in caplog.records) <= 1  # once in a process
-
-
-def test_devices_that_nobody_has_measured_take_a_product_per_expert(monkeypatch):
-    monkeypatch.setattr(torch.Tensor, "device", torch.device("mps"))
-    assert why_per_expert(torch.empty(4, 16, 16))
 
 
 def casts(operations, experts) -> int:

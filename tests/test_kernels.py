@@ -20,7 +20,7 @@ import interpreted  # noqa: E402
 from sampling import soak  # noqa: E402
 
 from benchmarks.gpu import resources  # noqa: E402
-from smoe_fairseq.modules import StratifiedMoE, fused, kernels, products  # noqa: E402
+from smoe_fairseq.modules import StratifiedMoE, fused, kernels  # noqa: E402
 
 GROUPS = [interpreted.CASES, interpreted.NOISY, interpreted.OTHERS, [interpreted.ROUNDED]]
 GROUPS += [[name] for name in interpreted.LOST] + [interpreted.SHARDED]
@@ -77,7 +77,6 @@ def test_tiles_are_as_large_as_the_device_allows(columns, shrink, logged, monkey
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("capability", [(7, 0), (7, 5), (8, 0), (8, 9), (9, 0), (12, 0)])
 def test_auto_takes_the_kernels_on_all_gpus_that_triton_supports(capability, dtype, monkeypatch):
-    """With torch's products where they are one kernel."""
     block, x = StratifiedMoE(64, 64, "4-4").to(dtype), torch.empty(3, 64, dtype=dtype)
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
     monkeypatch.setattr(torch.Tensor, "device", torch.device("cuda"))
@@ -88,8 +87,6 @@ def test_auto_takes_the_kernels_on_all_gpus_that_triton_supports(capability, dty
     assert fused.applies(block, x) == (capability != (7, 0))
     monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: "highest")
     assert fused.applies(block, x) == (capability != (7, 0) and dtype != torch.float32)
-    is_one = products.torch_has_one(block.experts.w1, dtype)
-    assert is_one == (capability == (9, 0) and dtype == torch.bfloat16)
 
 
 def test_kernels_are_launched_on_the_tokens_device(monkeypatch):
