@@ -160,17 +160,10 @@ def forward(block, x: Tensor, padding_mask: Tensor | None, with_stats: bool = Tr
         return y, None
     strata, shape = len(run.strata), x.shape[:-1]
     first, unused, chosen, dropped = run.numbers.split_with_sizes(_counts(run))
-    stats = dict.fromkeys(RoutingStats._fields) | {
-        "balance_loss": balance_loss,
-        "z_loss": z_loss,
-        "requested_capacity": run.requested.view(shape),
-        "first_choices": first.view(strata, -1),
-        "unused": unused,
-        "chosen": chosen.view(strata, -1),
-        "dropped": dropped.view(strata, -1),
-        "dropped_choices": run.dropped.view(*shape, run.named["K"]),
-    }
-    return y, RoutingStats(**stats)
+    return y, RoutingStats(
+        balance_loss, run.requested.view(shape), first.view(strata, -1), unused, chosen.view(strata, -1),
+        dropped.view(strata, -1), run.dropped.view(*shape, run.named["K"]), z_loss,
+    )  # fmt: skip
 
 
 @functools.cache
@@ -194,7 +187,7 @@ def _settings(block, x_TD: Tensor, padding_mask: Tensor | None, shrink: int) -> 
     gate_d = BLOCK_D if block_e == 16 else 2048 // block_e
     block_d = min(next_power(width), 2 * BLOCK_D // x_TD.element_size())
     # The capacity factor; 0: no limit.
-    limit, over = _ratio(gate.capacity.current_factor)
+    limit, over = exact(gate.capacity.current_factor, MAX_EXPERTS)
     placement = experts.placement
     # torch's products were faster on an H200. They know no rows that are sorted by rank.
     ours = placement.is_sharded or block.execution == "fused-triton"
@@ -219,11 +212,6 @@ def _settings(block, x_TD: Tensor, padding_mask: Tensor | None, shrink: int) -> 
         ranks=placement.group_size if placement.is_sharded else 1,
         trip=functools.partial(Trip, placement), strata=_layout(block.strata), keeps=torch.is_grad_enabled(),
     )  # fmt: skip
-
-
-@functools.cache
-def _ratio(factor: float) -> tuple[int, int]:
-    return exact(factor, MAX_EXPERTS)
 
 
 def _counts(run) -> tuple[int, ...]:

@@ -32,17 +32,16 @@ class RoutingStats(NamedTuple):
     dropped: Tensor  # (L, K): of these, copies beyond their expert's capacity
     dropped_choices: Tensor  # x.shape[:-1] + (K,): dropped copies of each token over all strata
     z_loss: Tensor  # scalar, mean over the gates, without its weight
-    cmr_gate_sum: Tensor | None  # scalar: sum of the CMR gate over the tokens; None without CMR
-    cmr_tokens: Tensor | None  # scalar: tokens in this sum
-    entropy: (
-        Tensor | None
-    )  # gates that are trained by it: scalar, mean over the gates, without its weight
-    asked: Tensor | None  # (L, E + M): choices per expert, if the balance loss counts all choices
-    observed: Tensor | None  # (L, N): argument of `StratifiedMoE.end_update`
-    own_loss: Tensor | None  # scalar, mean over the gates of `Gate.own_loss`, with its coefficient
-    mean_probs: Tensor | None  # (L, E + M), with gradient, if the balance loss is over an update
-    stops: Tensor | None  # scalar, `expected_stops`, if there is a capacity budget
-    gate_logits: Tensor | None  # x.shape[:-1] + (E + M,): the first gate's, for the next MoE layer
+    # What only some blocks have:
+    cmr_gate_sum: Tensor | None = None  # scalar: sum of the CMR gate over the tokens
+    cmr_tokens: Tensor | None = None  # scalar: tokens in this sum
+    entropy: Tensor | None = None  # scalar, mean over the gates, without its weight
+    asked: Tensor | None = None  # (L, E + M): choices per expert, if the loss counts all choices
+    observed: Tensor | None = None  # (L, N): argument of `StratifiedMoE.end_update`
+    own_loss: Tensor | None = None  # scalar, mean of `Gate.own_loss` with its coefficient
+    mean_probs: Tensor | None = None  # (L, E + M), with gradient, if balanced over an update
+    stops: Tensor | None = None  # scalar, `expected_stops`, if there is a capacity budget
+    gate_logits: Tensor | None = None  # x.shape[:-1] + (E + M,): those of the first gate
 
     @property
     def l1(self) -> Tensor | None:
