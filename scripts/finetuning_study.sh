@@ -22,16 +22,19 @@ if [[ ! -e $text/help.tar ]]; then
 fi
 for file in "${MULTI30K:?is the folder of its text}"/*.{en,de}.gz; do
     name=$(basename "$file" .gz)
-    [[ -e $text/wu/$name ]] || zcat "$file" | LC_ALL=C.UTF-8 sed 's/.*/\L&/' > "$text/wu/$name"
+    [[ -e $text/wu/$name ]] && continue
+    zcat "$file" | LC_ALL=C.UTF-8 sed 's/.*/\L&/' > "$text/$name.part"
+    mv "$text/$name.part" "$text/wu/$name"
 done
 "$scripts/prepare.sh" multi30k-wu --raw "$text/wu"
 "$scripts/prepare.sh" finetuning-start --raw "$text/labels.tar"
 "$scripts/prepare.sh" finetuning-help --raw "$text/help.tar"
 
-# The start and the known number.
-"$scripts/study.sh" finetuning-start dense --jobs 1 &
-"$scripts/study.sh" multi30k-wu dense --jobs 1
-wait $!
+# The known number, beside all that comes before the blocks, and the start.
+"$scripts/study.sh" multi30k-wu dense --jobs 1 &
+known=$!
+trap 'kill $known 2> /dev/null || true' EXIT
+"$scripts/study.sh" finetuning-start dense --jobs 1
 start=$RUN_DIR/finetuning-start/dense
 sum=$RESULTS_DIR/finetuning-start/checkpoint_best.sha256
 [[ -e $sum ]] || (cd "$start" && sha256sum checkpoint_best.pt) > "$sum"
@@ -42,8 +45,9 @@ for part in "${parts[@]}"; do
     pair=en-ca folder=$text/$part help=$DATA_DIR/finetuning-help/raw
     [[ $part == *-new-* ]] && pair=en-sl
     mkdir -p "$folder"
-    paste "$help/train.$pair.en" "$help/train.$pair.${pair#en-}" | shuf --random-source=<(yes) > "$folder/.all"
-    head -n "${part##*-}" "$folder/.all" | tee >(cut -f1 > "$folder/train.$pair.en") | cut -f2 > "$folder/train.$pair.${pair#en-}"
+    paste "$help/train.$pair.en" "$help/train.$pair.${pair#en-}" | shuf --random-source=<(yes) > "$text/$pair.tsv"
+    head -n "${part##*-}" "$text/$pair.tsv" | cut -f1 > "$folder/train.$pair.en"
+    head -n "${part##*-}" "$text/$pair.tsv" | cut -f2 > "$folder/train.$pair.${pair#en-}"
     cp "$help"/{valid,test}."$pair".* "$folder"
     for kept in nb id cy nso; do
         for language in en $kept; do
@@ -71,6 +75,7 @@ block() {  # PART SEED
 }
 export -f best block
 
+wait $known
 for seed in ${BLOCKS:-1 2 3 4 5 6 7 8}; do
     printf '%s\n' "${parts[@]}" | xargs -P 2 -I{} bash -euc "block {} $seed"
     "$scripts/report.sh" finetuning

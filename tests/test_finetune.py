@@ -158,6 +158,10 @@ def test_trained(tuned):
     for _ in range(2):
         result = recipe(folder, "study", "mine", *words, JOBS="1", **settings)
     assert result.returncode == 0 and "0 of 2 runs" in result.stdout, result.stderr
+    file = folder / "results/mine/report.md"
+    report = file.read_text()
+    assert recipe(folder, "report", "mine", **settings | {"DATA_DIR": "none"}).returncode == 0
+    assert file.read_text() == report  # of results/ alone
     about = [json.loads((folder / f"results/mine/{m}/run.json").read_text()) for m in found]
     assert 0 < about[0]["kept_loss"] and abs(about[1]["kept_loss"] - about[0]["kept_loss"]) < 0.1
     kept = json.loads((folder / "results/mine/smoe-2-2/routing.json").read_text())

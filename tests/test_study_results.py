@@ -9,6 +9,7 @@ import pytest
 from commands import step_here
 
 from smoe_fairseq.recipes.compare import report as study_report
+from smoe_fairseq.recipes.datasets import load_dataset
 from smoe_fairseq.recipes.study import results as study_results
 
 ROOT = Path(__file__).parents[1]
@@ -30,7 +31,8 @@ def report_of(results: Path, monkeypatch) -> str:
 def test_a_report_is_made_of_the_files_beside_it(report, tmp_path, monkeypatch):
     """But for its pictures, whose figures are made and not saved."""
     dataset = report.parent.name
-    shutil.copytree(report.parent, tmp_path / dataset)
+    for name in (dataset, *load_dataset(dataset).parts):
+        shutil.copytree(report.parent.parent / name, tmp_path / name)
     (tmp_path / dataset / "report.md").unlink()
     again = report_of(tmp_path / dataset, monkeypatch)
     where = report.parent.parent.relative_to(ROOT)

@@ -45,7 +45,7 @@ def write_report(dataset: Dataset) -> None:
     systems = {} if dataset.parts else parts[0]
     costs = {}
     for method, results in systems.items():
-        known = {"flags": results[0].about.get("flags", {})}
+        known = {name: results[0].about.get(name) for name in ("flags", "vocabulary")}
         known["requested_capacity"] = study_results.mean_capacity(results)
         known["experts_per_token"] = study_results.mean_experts_per_token(results)
         costs[method] = system_costs(dataset, method, **known)

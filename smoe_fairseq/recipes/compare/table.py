@@ -220,7 +220,8 @@ def system_costs(dataset: Dataset, method: str, **known) -> list[float | None]:
         from smoe_fairseq.recipes.cost import system_cost  # imports fairseq
 
         try:
-            cost = system_cost(dataset, method, vocab_size(dataset), **known)
+            size = known.pop("vocabulary", None) or vocab_size(dataset)
+            cost = system_cost(dataset, method, size, **known)
         except (UsageError, ValueError) as error:  # refused in training, too, which left its folder
             warn(f"{Folders(dataset).runs / method} has no cost: {error}")
             return [None, None]

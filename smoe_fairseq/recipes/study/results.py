@@ -28,7 +28,7 @@ from smoe_fairseq.recipes.compare.statistics import spearman
 from smoe_fairseq.recipes.datasets import Dataset
 from smoe_fairseq.recipes.evaluation import scores
 from smoe_fairseq.recipes.evaluation.scores import Score
-from smoe_fairseq.recipes.folders import Folders, checkpoint_file, run_method, run_seed
+from smoe_fairseq.recipes.folders import Folders, checkpoint_file, run_method, run_seed, vocab_size
 from smoe_fairseq.recipes.pretrained import started
 from smoe_fairseq.recipes.processes import command
 from smoe_fairseq.recipes.training import identity
@@ -46,7 +46,7 @@ COLUMNS = ("update", "training_nll", "validation_nll", EXPERTS, "words", "second
 MIN_COUNT = 10  # minimum occurrences of a token to use its mean requested capacity
 _ABOUT = {"command": str, "commit": str, "machine": str, "versions": dict, "updates": int}
 _ABOUT |= {"flags?": {str: str}, "dictionary?": (None, str), "limits?": (None, {str: str})}
-_ABOUT |= {"kept_loss?": (None, float)}
+_ABOUT |= {"kept_loss?": (None, float), "vocabulary?": (None, int)}
 
 
 def folder_of(dataset: Dataset) -> Path:
@@ -147,6 +147,7 @@ def save(dataset: Dataset, name: str, line: str) -> None:
         "command": line,
         "flags": own.get("flags", {}),
         "dictionary": own.get("dictionary"),
+        "vocabulary": vocab_size(dataset),
         "limits": own.get("trained"),
         **summarize_starts(run),
         "versions": {p: version(p) for p in ("torch", "fairseq", "sacrebleu")},
