@@ -58,6 +58,7 @@ def test_a_difference_by_hand():
 
 def test_one_seed_decides_nothing_and_equal_values_everything():
     one = Difference({1: 5.0}, margin=1.0)
+    assert Difference({1: 0.0, 2: 0.0}, margin=1.0).p_different() == 1
     assert verdicts([one], 1) == [OPEN] and one.interval().low is None
     assert verdicts([Difference({}, 1.0)], 1) == [OPEN]
     same = Difference(dict.fromkeys(range(4), 0.0), margin=1.0)
