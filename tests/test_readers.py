@@ -281,6 +281,11 @@ NAMED = {  # files without .gz; settings; a word of the error that a folder with
     ),
     "zip": (["corpus.zip"], None, "corpus.zip"),
     "half": (["train.en", "valid.en"], None, "train.en"),
+    "folders": (
+        ["en-ha/train.tsv", "en-ha/dev.tsv"],
+        {"files": "{pair}/{split}.tsv", "splits": {"valid": "dev"}},
+        "{pair}/{split}.tsv",
+    ),
 }
 
 
@@ -289,6 +294,7 @@ def test_names_that_files_have(tmp_path, dataset, kind):
     names, settings, told = NAMED[kind]
     text = [(f"en {i}", f"ha {i}") for i in range(400)]
     for name in names:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
         of_both = next((form for ending, form in FORMATS.items() if name.endswith(ending)), None)
         if name.endswith((".src", ".tgt", ".zip", ".en")):
             (tmp_path / name).write_text("a\n" * 9)

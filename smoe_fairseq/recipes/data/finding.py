@@ -297,6 +297,8 @@ def _remedy(dataset: Dataset, source: Path, split: str, pair: str) -> str:
     there = sorted(path.name for path in source.glob("[!.]*"))
     place = _Place(source, languages, codes, dataset.languages)
     orders = place.pairs("", by_meaning=False)
+    if folder := next((source / order for order in orders if (source / order).is_dir()), None):
+        return f'{folder} is a folder: set `raw: {{files: "{{pair}}/{{split}}.tsv"}}`, or as files are named'
     ends = [(f"{begin}.", "") for begin in (*(f"{split}.{order}" for order in orders), split)]
     for before, after in [*ends, (f"{split}.", ".txt"), *((f"{order}.", "") for order in orders)]:
         files = place.by_language(before, after, by_meaning=True)
