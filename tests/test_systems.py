@@ -36,18 +36,15 @@ def cmr_reference(params, x, padding, drops, capacity_factor):
     return torch.stack(rows), loss, gate_sum
 
 
-@pytest.mark.parametrize("execution", ["per-expert", "grouped"])
 @pytest.mark.parametrize("gate_drop", [0.0, 0.4])
-def test_cmr_agrees_with_plain_loops(gate_drop, execution, monkeypatch):
+def test_cmr_agrees_with_plain_loops(gate_drop, monkeypatch):
     x, mask = make_input("some")
     block = make_block("8", cmr=True, cmr_gate_drop=gate_drop, capacity_factor=1.0)
-    block.execution = execution
     draws = torch.rand(T, 1, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
     drops = (draws < gate_drop).squeeze(1)
-    rows = draws if execution == "grouped" else draws[~mask]
     if gate_drop:
         assert drops[~mask].any() and not drops[~mask].all()
-        draws_as_made(monkeypatch, rows)
+        draws_as_made(monkeypatch, draws[~mask])
     y, stats = block(x, mask)
     monkeypatch.undo()
     params = dict(block.named_parameters())
@@ -105,8 +102,8 @@ def test_final_output_masking(monkeypatch):
     want, *_ = reference(halves, "4-4", x, mask)
     assert torch.allclose(block.eval()(x, mask)[0], want, atol=1e-9)
 
-    everything, nothing = torch.zeros(T, 1).double(), torch.ones(T, 1).double()
-    block.train().execution = "grouped"
+    everything, nothing = torch.zeros(1, 1).double(), torch.ones(1, 1).double()
+    block.train()
     draws_as_made(monkeypatch, everything, everything)
     assert torch.equal(block(x, mask)[0], x)
     draws_as_made(monkeypatch, nothing, nothing)
