@@ -86,6 +86,7 @@ def test_the_curve_of_a_run(tmp_path, monkeypatch):
         {"num_updates": 10, "nll_loss": 8.0, "wpb": 100, "wps": 50},
         {"valid_nll_loss": 7.5, "valid_num_updates": 15},
         {"num_updates": 25, "nll_loss": 6.0, "wpb": 200, "wps": 100},
+        {"num_updates": 30, "wpb": 300, "wps": 9},  # of something else
     ]
     (run / "train.log").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
     score = {"bleu": 30.0, "signature": "s", "sentences": 3}
@@ -95,6 +96,23 @@ def test_the_curve_of_a_run(tmp_path, monkeypatch):
     numbers = [[row[name] for name in ("update", "words", "seconds")] for row in result.curve]
     assert numbers == [[10, 1000, 20], [15, 1000, 20], [25, 4000, 50]]
     assert [row["validation_nll"] for row in result.curve] == [None, 7.5, None]
+
+
+def test_routing_is_summed_up_by_text_alone(tmp_path):
+    folder = tmp_path / study_results.ANALYSIS
+    folder.mkdir()
+    head = "kind,direction,side,layer,requested_capacity"
+    row = "{},en-de,encoder,1,{}"
+    blocks = [head, row.format("text", 1.5), row.format("tag", 3.0)]
+    (folder / "blocks.csv").write_text("\n".join(blocks) + "\n")
+    tokens = [f"{head},frequency_rank,occurrences"]
+    tokens += [f"{row.format('text', 1 + rank / 9)},{rank},10" for rank in (1, 2, 3)]
+    tokens += [f"{row.format('text', 1.0)},4,9", f"{row.format('tag', 1.0)},5,10"]
+    (folder / "tokens.csv").write_text("\n".join(tokens) + "\n")
+    assert study_results.routing_summary(tmp_path) == {
+        "requested_capacity": {"en-de": {"encoder.1": 1.5}},
+        "rank_correlation": {"en-de": {"encoder.1": 1.0}},
+    }
 
 
 def test_a_run_without_a_validation_is_not_saved(tmp_path, monkeypatch):
