@@ -73,7 +73,7 @@ def test_m4_from_text_to_table(tmp_path):
         assert sum(starts) > 150, direction  # In order, without a language's token.
         assert 0 < scores[direction]["bleu"] < 100
 
-    lines = table(tmp_path, "m4").splitlines()
+    lines = [line for line in table(tmp_path, "m4").splitlines() if line.startswith("|")]
     header, row = ([cell.strip() for cell in line.split("|")] for line in (lines[0], lines[2]))
     cells = dict(zip(header, row, strict=True))
     assert cells["method"] == "smoe-4-4"
