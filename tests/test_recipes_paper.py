@@ -232,6 +232,8 @@ def test_unknown_system_lists_the_known(tmp_path):
     known = sentence.partition("choose one of ")[2].split(", ")
     assert {"dense", "moe-32", "moe-cmr", "pyramid-A-B-...", "smoe-A-B-...", "switch"} <= {*known}
     assert known == sorted(known)
+    for words, near in ((("train", "m15", "dens"), "dense?"), (("prepare", "opus10"), "opus100?")):
+        assert near in refusal(dry(tmp_path, *words))
 
 
 def test_dry_run_of_slurm(tmp_path):

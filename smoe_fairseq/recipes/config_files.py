@@ -10,7 +10,7 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from smoe_fairseq.errors import UsageError
+from smoe_fairseq.errors import UsageError, nearest
 from smoe_fairseq.files import read_text
 from smoe_fairseq.forms import Number, Settings, check
 from smoe_fairseq.plugins import import_plugin
@@ -35,7 +35,13 @@ def method_file(name: str, configs: Path) -> tuple[Path, str]:
     if match and match["family"] in files and is_family(match["family"]):
         return files[match["family"]], match["strata"]
     known = [f"{stem}-A-B-..." if is_family(stem) else stem for stem in files]
-    raise UsageError(f"unknown method {name!r}: choose one of {', '.join(known)}")
+    raise UsageError(f"unknown method {name!r}: {choice(name, known)}")
+
+
+def choice(name: str, known: list[str]) -> str:
+    """What to write in place of an unknown name, for an error message."""
+    near = nearest(name, known)
+    return f"did you mean {near}? " * bool(near) + f"choose one of {', '.join(known)}"
 
 
 def import_plugins_of(content: Mapping, configs: Path) -> None:

@@ -12,7 +12,14 @@ from omegaconf import DictConfig, OmegaConf
 
 from smoe_fairseq.errors import UsageError
 from smoe_fairseq.forms import check
-from smoe_fairseq.recipes.config_files import REQUIRED, SCHEMA, import_plugins_of, method_file, read
+from smoe_fairseq.recipes.config_files import (
+    REQUIRED,
+    SCHEMA,
+    choice,
+    import_plugins_of,
+    method_file,
+    read,
+)
 from smoe_fairseq.recipes.program_flags import RECIPE_FLAGS, Flags, flag_values
 from smoe_fairseq.recipes.settings import Settings
 
@@ -165,7 +172,7 @@ def load_dataset(name: str, settings: Settings | None = None) -> Dataset:
     known = sorted(file.stem for file in files if file.stem[0] != "-")
     if name not in known:
         cause = f"{path} is {'in a folder of its own' if path.exists() else 'missing'}"
-        raise UsageError(f"unknown dataset {name!r}, as {cause}: choose one of {', '.join(known)}")
+        raise UsageError(f"unknown dataset {name!r}, as {cause}: {choice(name, known)}")
     empty = {key: type(form)() for key, form in SCHEMA.items() if isinstance(form, dict | list)}
     merged = empty | OmegaConf.to_container(_merge_bases(path, configs))
     _check(merged, path, configs)
