@@ -31,8 +31,7 @@ class UsageError(Exception):
 # their stack traces.
 _INPUT_ERRORS = (OSError, ValueError, LookupError, TypeError, AttributeError, AssertionError)
 _INPUT_ERRORS += (ArithmeticError, ImportError, EOFError, NotImplementedError, struct.error)
-# All errors of these libraries are about settings or files.
-_LIBRARIES = ("omegaconf", "hydra", "sentencepiece", "yaml")
+_LIBRARIES = ("omegaconf", "hydra", "sentencepiece", "yaml")  # all about settings or files
 # RuntimeErrors for bad input begin like this: torch's for other shapes, and fairseq's about its flags.
 _INPUT_MESSAGES = ("Error(s) in loading state_dict", "--")
 _PROCESS_MESSAGES = {  # pattern of torch's message in a RuntimeError: our message
@@ -44,11 +43,10 @@ _PROCESS_MESSAGES = {  # pattern of torch's message in a RuntimeError: our messa
     "one (MASTER_PORT, or torchrun --master-port), the same for all processes",
 }
 # hydra's and omegaconf's messages for an option without a value
-# fairseq raises these with a path alone.
-_REASONS = {FileNotFoundError: "No such file or directory", FileExistsError: "is there: delete it"}
 _MISSING = re.compile(r"(?:override \w+\.(?=\w+=null)|Missing mandatory value: )(\w+)")
+_REASONS = {FileNotFoundError: "No such file or directory", FileExistsError: "is there: delete it"}
 _FLAG_VALUE = re.compile(r"--([\w-]+) (?:\S+|'[^']*'): ")  # begins a sentence about a flag's value
-_MAX_LENGTH = 300  # characters of a word, and of another program's message
+_MAX_LENGTH, _HALF = 300, 150  # characters of a word, and of another program's message
 
 
 def one_line(error: BaseException) -> str | None:
@@ -65,7 +63,7 @@ def one_line(error: BaseException) -> str | None:
         if error.errno in NO_ROOM:
             return f"{error.filename or _output()} cannot be written: {error.strerror}"
         return printable(f"{error.filename}: {error.strerror}")
-    if (reason := _REASONS.get(type(error))) and not error.errno:
+    if (reason := _REASONS.get(type(error))) and not error.errno:  # fairseq's, with a path alone
         return printable(f"{message}: {reason}")
     if message and type(error).__name__ in ("Exception", "ProcessExitedException"):
         return printable(message)
@@ -137,8 +135,7 @@ def naming_file(path: os.PathLike | str, what: str = "its settings") -> Iterator
 def printable(message: str) -> str:
     """The message with control characters escaped and long words shortened."""
     message = "".join(c if c.isprintable() else repr(c)[1:-1] for c in message)
-    half = _MAX_LENGTH // 2
-    return re.sub(rf"\S{{{_MAX_LENGTH},}}", lambda m: f"{m[0][:half]}...{m[0][-half:]}", message)
+    return re.sub(rf"\S{{{_MAX_LENGTH},}}", lambda m: f"{m[0][:_HALF]}...{m[0][-_HALF:]}", message)
 
 
 @contextmanager
