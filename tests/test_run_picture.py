@@ -2,6 +2,7 @@
 
 import pytest
 
+from smoe_fairseq.errors import UsageError
 from smoe_fairseq.recipes.training.picture import LOSS, RATE, SCORES, draw, read_curves
 
 LOGGED = (
@@ -53,6 +54,7 @@ def test_a_log_that_a_crash_has_damaged_is_drawn(log, tmp_path):
 
 def test_of_a_run_that_logged_little_there_is_none(log, tmp_path):
     log.write_text("".join(log.read_text().splitlines(keepends=True)[:1]))
-    assert "--log-interval" in draw(tmp_path, log)
-    assert "gone.log" in draw(tmp_path, tmp_path / "gone.log")
+    for missing, named in ((log, "--log-interval"), (tmp_path / "gone.log", "gone.log")):
+        with pytest.raises(UsageError, match=named):
+            draw(tmp_path, missing)
     assert [path.name for path in tmp_path.iterdir()] == ["train.log"]

@@ -6,8 +6,7 @@ from pathlib import Path
 
 from smoe_fairseq.errors import quietly
 from smoe_fairseq.files import read_text
-from smoe_fairseq.recipes.compare.grid import markdown
-from smoe_fairseq.recipes.compare.table import side_by_side
+from smoe_fairseq.recipes.compare.table import print_table
 from smoe_fairseq.recipes.data.prepare import prepare
 from smoe_fairseq.recipes.datasets import Dataset
 from smoe_fairseq.recipes.evaluation import scores
@@ -50,7 +49,8 @@ def _show(dataset: Dataset, method: str) -> None:
     blocks = moe_blocks(model)
     for layer, capacity in requested.items():
         print(f"  {layer:20}{capacity:.2f} of {len(blocks[layer].strata)} strata")
-    print(f"\nBLEU on the test set:\n\n{markdown(side_by_side(dataset))}")
+    print()
+    print_table(dataset, "markdown", scores.BLEU, None)
     if blocks:
         print("\nWhere the capacity goes, by language, token and depth:", flush=True)
         report = folder / "report"

@@ -35,17 +35,18 @@ def read_curves(log: Path) -> Curves:
     return curves
 
 
-def draw(folder: Path, log: Path) -> Path | str:
-    """Draw ``training.png`` and ``.svg`` in a run's folder; the first, or why there is no picture."""
-    try:
-        by_panel = read_curves(log)
-        lengths = (len(points) for curves in by_panel.values() for points in curves.values())
-        if max(lengths, default=0) < MIN_POINTS:
-            return f"it needs two lines of the log with a loss (--log-interval); {log} has fewer"
-        with quietly():
-            from smoe_fairseq.analysis import figures  # imports matplotlib, perhaps missing
-    except UsageError as error:
-        return str(error)
+def draw(folder: Path, log: Path) -> Path:
+    """Draw ``training.png``, which is returned, and ``.svg`` in a run's folder.
+
+    Raises UsageError if the log is missing or has too few points, or matplotlib is missing.
+    """
+    by_panel = read_curves(log)
+    lengths = (len(points) for curves in by_panel.values() for points in curves.values())
+    if max(lengths, default=0) < MIN_POINTS:
+        needs = "it needs two lines of the log with a loss (--log-interval)"
+        raise UsageError(f"{needs}; {log} has fewer")
+    with quietly():
+        from smoe_fairseq.analysis import figures  # imports matplotlib, perhaps missing
     panels = [panel for panel in (LOSS, SCORES, RATE) if panel in by_panel]
 
     @figures.styled

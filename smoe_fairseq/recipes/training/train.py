@@ -134,9 +134,11 @@ def _run_lines(
         identity.finish(words)
         (folder / pretrained.UPCYCLED).unlink(missing_ok=True)
         if not identity.is_joined(folder):
-            plot, shows = picture.draw(folder, folder / LOG), "shows losses and learning rate"
-            none = f"no picture of the training: {plot}"
-            print(f"# {none if isinstance(plot, str) else f'{plot} {shows}'}", flush=True)
+            try:
+                result = f"{picture.draw(folder, folder / LOG)} shows losses and learning rate"
+            except UsageError as error:
+                result = f"no picture of the training: {error}"
+            print(f"# {result}", flush=True)
 
 
 def _start(dataset: Dataset, words: Sequence[str], folder: Path) -> tuple[list[str], list[str]]:
