@@ -8,7 +8,7 @@ from types import ModuleType
 
 from smoe_fairseq.checkpoints import huggingface_m2m, huggingface_ours
 from smoe_fairseq.checkpoints.foreign import new_checkpoint
-from smoe_fairseq.checkpoints.huggingface_weights import read_weights
+from smoe_fairseq.checkpoints.huggingface_weights import read_weights, refuse_pointers
 from smoe_fairseq.checkpoints.model import OURS
 from smoe_fairseq.checkpoints.sets import check_tensors
 from smoe_fairseq.checkpoints.trained_with import DICTIONARIES
@@ -38,6 +38,7 @@ def read_folder(folder: Path) -> tuple[dict, dict[str, bytes]]:
     Raises:
         UsageError: a file is missing or damaged, or the folder holds another model.
     """
+    refuse_pointers(folder)
     file, adapter = folder / "config.json", folder / "adapter_config.json"
     if adapter.exists():
         raise UsageError(

@@ -91,12 +91,12 @@ def data_files(
 
 def languages_of(folder: Path) -> list[str]:
     """The languages of a folder, in the order of their tokens; raises as `text`."""
+    refuse_pointers(folder)
     return _vocabulary(folder)[1]
 
 
 def _vocabulary(folder: Path) -> tuple[list[str], list[str], bytes]:
     """The words of fairseq's dictionary by row, the languages in the order of their tokens, the subwords."""
-    refuse_pointers(folder)
     settings = read_json(folder / _SETTINGS, _FORM)
     if settings.get("legacy_behaviour"):
         raise UsageError(

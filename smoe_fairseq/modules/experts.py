@@ -155,12 +155,8 @@ def start_pass(
 
 def why_per_expert(weight: Tensor, execution: str = "auto") -> str:
     """Why not to group the products of such weights ``(E, O, I)``; logged once per device but the CPU."""
-    device, dtype, is_traced, reason = (
-        weight.device,
-        weight.dtype,
-        torch.compiler.is_compiling(),
-        "",
-    )
+    device, dtype, reason = weight.device, weight.dtype, ""
+    is_traced = torch.compiler.is_compiling()
     if execution != "grouped" and not is_traced:
         if device.type == "cpu":
             return "a CPU"

@@ -58,8 +58,7 @@ def shrinkage(block, x: Tensor) -> int | None:
     """
     w1, gate = block.experts.w1, block.gates[0]
     types = x.dtype, autocast_dtype(x.device), w1.dtype, gate.weight.dtype
-    key = x.device, *types, w1.shape, block.strata, gate.top_k, block.training
-    key += (block.execution,)
+    key = x.device, *types, w1.shape, block.strata, gate.top_k, block.training, block.execution
     if key not in _shrinks:
         what = f"{len(w1)} experts of {w1.shape[2]} and {w1.shape[1]} on {x.device}"
         spills_of = functools.partial(_spills, block, x)

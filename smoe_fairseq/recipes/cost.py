@@ -233,5 +233,5 @@ def _print_paper(entries: list[dict], args: Namespace) -> None:
         return
     header = ["in millions\nmethod", "parameters\nours", "\npaper", "\n%"]
     header += ["FLOPs/token\nours", "\npaper", "\ndiff", "over moe\nours", "\npaper", "\ndiff"]
-    print(f"{aligned(header, [_paper_row(entry) for entry in entries])}")
+    print(aligned(header, [_paper_row(entry) for entry in entries]))
     print(f"\n{READING.format(context=args.context)}")

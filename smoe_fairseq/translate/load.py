@@ -346,7 +346,8 @@ class Translator(TrainedModel):
         self._check_options(options)
         if isinstance(sentences, str):
             sentences = [sentences]
-        options |= {} if beam is None else {"beam": beam}
+        if beam is not None:
+            options["beam"] = beam
         options = {k: v.item() if isinstance(v, np.generic) else v for k, v in options.items()}
         if int8 not in self.engines:
             self.engines[int8] = BatchTranslator(self, int8=int8, keep=True)
