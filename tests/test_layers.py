@@ -24,6 +24,7 @@ LAYERS = {
     "ending": {"errors"},
     "files": {"errors"},
     "locks": {"errors", "files"},
+    "journal": {"errors", "files"},
     "flags": {"errors"},
     "forms": {"errors", "files"},
     "subwords": {"errors", "files", "forms"},
@@ -33,8 +34,8 @@ LAYERS = {
     "compat": {"errors", "files", "forms", "plugins"},
     "modules": set(),
     "translate": {
-        *("errors", "files", "flags", "forms", "host_memory", "languages", "modules"),
-        "subwords",
+        *("errors", "files", "flags", "forms", "host_memory", "journal", "languages"),
+        *("modules", "subwords"),
     },
     "models": {
         *("compat", "errors", "flags", "host_memory", "modules", "translate"),

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import sentencepiece
-from commands import refused, run
+from commands import refused, run, run_step
 from programs import HANGS, wait_until
 from sampling import sample, soak, some
 from test_full_disk import limited, sentence, tree
@@ -170,7 +170,7 @@ def test_pieces_that_are_missing_are_named(tmp_path, given, prepared):
     refused(step(tmp_path, given, *words, check=False), "text/shard1/train.en-de.de")
     (tmp_path / "text/shard1/train.en-de.de").write_bytes(b"\xff\n")
     refused(step(tmp_path, given, *words, check=False), "text/shard1/train.en-de.de", "UTF-8")
-    assert not any(path.is_file() for path in (tmp_path / "bin").rglob("*"))
+    assert not list((tmp_path / "bin/shard1").glob("train.en-de.de*"))
 
 
 @pytest.mark.parametrize(
@@ -247,7 +247,43 @@ def test_full_disk(tmp_path, raw, given, prepared, name, workers):
     words = ["-m", "smoe_fairseq.recipes", *steps(raw, prepared, workers)[name]]
     said = sentence(limited(100_000, "python", *words, cwd=tmp_path, **given))
     assert said.startswith("out/") and "File too large" in said
-    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+    kept = tree(tmp_path)
+    (tmp_path / "whole").mkdir()
+    step(tmp_path / "whole", given, *steps(raw, prepared, workers)[name])
+    whole = tree(tmp_path / "whole")
+    assert kept.items() <= whole.items() and (name != "gather" or not kept)
+    step(tmp_path, given, *steps(raw, prepared, workers)[name])
+    shutil.rmtree(tmp_path / "whole")
+    assert tree(tmp_path) == whole
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, soak(signal.SIGKILL)])
+def test_an_interrupted_preparation_continues(tmp_path, raw, given, number):
+    """Also one that replaces another; other settings begin again."""
+    words = ["prepare", "tiny", "--raw", str(raw), "--vocab-size", "300"]
+    command = [sys.executable, "-P", "-m", "smoe_fairseq.recipes", *words]
+    data, partial = tmp_path / "data/tiny", tmp_path / "data/tiny/bin.partial"
+    for name in ("first", "again"):
+        with (tmp_path / "said").open("w") as said:
+            process = subprocess.Popen(command, cwd=tmp_path, env=os.environ | given, stdout=said)
+            wait_until((partial / "spm.model").exists, process)
+            process.send_signal(number)
+            assert process.wait() in (-number, 128 + number)
+        learned = (partial / "spm.model").stat().st_mtime_ns
+        assert (data / "raw.partial").exists() == (name == "again")
+        run_step(*words, cwd=tmp_path, **given)
+        assert (data / "bin/spm.model").stat().st_mtime_ns == learned
+        assert sorted(path.name for path in data.iterdir() if path.is_dir()) == ["bin", "raw"]
+        found, _ = tree(data / "bin"), shutil.rmtree(data / "bin")
+        if name == "first":
+            whole = run_step(*words, cwd=tmp_path, **given) and tree(data / "bin")
+            shutil.rmtree(data / "bin")
+        assert found == whole
+    partial.mkdir()
+    (partial / "preparation.json").write_bytes(found["preparation.json"])
+    (partial / "spm.model").write_bytes(b"of other settings")
+    run_step(*words[:-1], "290", cwd=tmp_path, **given)
+    assert (data / "bin/spm.model").read_bytes() == found["spm.model"]
 
 
 # A step whose processes tell their numbers, and then take long for a unit.

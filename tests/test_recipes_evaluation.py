@@ -20,6 +20,7 @@ import yaml
 from commands import PLUGIN, bash_torchrun, changed, contents, refused, run_step, step_here
 from commands import run as run_program
 from programs import wait_until
+from sampling import soak
 from test_recipes import ROOT, recipe, refusal, surroundings, table, write_dataset
 
 from smoe_fairseq.recipes.datasets import load_dataset
@@ -439,6 +440,34 @@ def test_a_killed_evaluation_goes_on_with_what_is_left(tiny, unevaluated, number
     assert (run / "test" / done / "generate-test.txt").stat().st_mtime_ns == before
     assert result_of(run) == expected
     assert not (run / "test.partial").exists() and not list(run.glob("**/*.log*"))[1:]  # train.log
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, soak(signal.SIGKILL)])
+def test_a_killed_evaluation_goes_on_within_a_direction(unevaluated, number):
+    one = ("--batch-size", "1", "--nbest", "2")
+    partial = unevaluated / "runs/tiny/smoe-2-2/test.partial"
+    process = start_evaluation(unevaluated, "runs", *one, JOBS="1")
+
+    def begun() -> list[Path]:
+        return [f for f in partial.glob("*/unfinished.jsonl") if f.read_bytes().count(b"\n") > 2]
+
+    wait_until(lambda: begun() or process.poll() is not None)
+    kill_session(process.pid, number)
+    kill(process, unevaluated)
+    (file,) = begun()
+    direction = file.parent.name
+    lines = file.read_text().splitlines()
+    sentence, hypotheses = json.loads(lines[1])
+    hypotheses[0][1] = "what is not translated again"
+    file.write_text("\n".join([lines[0], json.dumps([sentence, hypotheses]), '[3, [["cut o']))
+    assert evaluate_again(unevaluated, *one).returncode == 0
+    done = partial.with_name("test")
+    whole = (done / f"{direction}.txt").read_text().splitlines()
+    assert whole[sentence] == hypotheses[0][1] and len(whole) == 12 and all(whole)
+    generated = (done / direction / "generate-test.txt").read_text().splitlines()
+    assert [line for line in generated if line.startswith("D-")][2 * sentence].endswith("again")
+    assert len(generated) == 12 * (2 + 2 * 3)
+    assert not list(done.glob("*/unfinished*"))
 
 
 @pytest.mark.soak

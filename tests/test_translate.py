@@ -190,7 +190,7 @@ def test_the_mark_with_which_an_editor_begins_a_file_is_no_text():
     from smoe_fairseq.translate.command import text_lines
 
     lines = io.BytesIO("\ufeffone\n\ufefftwo\n".encode())
-    assert [*text_lines(lines, 1)] == [["one"], ["\ufefftwo"]]
+    assert [text_lines(lines, 1, n) for n in (1, 2, 3)] == [["one"], ["\ufefftwo"], []]
 
 
 def test_text_is_utf8_whatever_the_terminal_takes(folder):
@@ -331,30 +331,53 @@ def test_a_reader_that_has_gone(folder):
 def test_an_interruption_of_a_search(folder, threads):
     words = ("--output", "never.txt", "--max-tokens", 200)
     process = Typed(folder, *words, OMP_NUM_THREADS=threads)
-    process.stdin.write(b"1 2 3 4 5 6 7 8 9\n" * 3999)
+    process.stdin.write(b"1 2 3 4 5 6 7 8 9\n" * 199)
     process.stdin.flush()
-    wait_until(lambda: list(folder.glob("never.txt.smoe.*.tmp")), process)
+    wait_until(lambda: list(folder.glob("never.txt.partial")), process)
     process.stdin.write(b"1\n" * 2)  # what is asked for at once, and one more
     process.stdin.flush()
     status, said = process.end(signal.SIGINT)
     assert status == 130 and "Traceback" not in said
-    assert not list(folder.glob("never*"))
+    assert not (folder / "never.txt").exists()
+    (folder / "never.txt.partial").unlink(missing_ok=True)  # if the search was quicker
 
 
-@pytest.mark.parametrize(
-    "number", [signal.SIGTERM, soak(signal.SIGINT), soak(signal.SIGHUP), soak(signal.SIGKILL)]
-)
-def test_an_interruption_leaves_the_file_as_it_was(folder, number):
-    output = folder / "kept.txt"
+SIGNALS = [signal.SIGTERM, soak(signal.SIGINT), soak(signal.SIGHUP), soak(signal.SIGKILL)]
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+def test_an_interrupted_translation_continues(folder, number):
+    """And leaves the file that is to be replaced as it was."""
+    output, kept = folder / "kept.txt", folder / "kept.txt.partial"
     output.write_text("as it was\n")
+    text = "".join(f"{i % 10} {i % 7}\n" for i in range(250))
     process = Typed(folder, "--output", output.name)
-    wait_until(lambda: list(folder.glob("kept.txt.smoe.*.tmp")), process)  # it waits for text now
-    (partial,) = folder.glob("kept.txt.smoe.*.tmp")
+    process.stdin.write("".join(text.splitlines(keepends=True)[:210]).encode())
+    process.stdin.flush()
+    wait_until(lambda: kept.exists() and kept.read_bytes().count(b"\n") == 2, process)
     status, said = process.end(number)
     assert output.read_text() == "as it was\n" and "Traceback" not in said
-    if number != signal.SIGKILL:
-        assert status == 128 + number and not partial.exists()
-    partial.unlink(missing_ok=True)
+    assert number == signal.SIGKILL or status == 128 + number and kept.name in said
+    words = command_of("--output", output.name)[1:]
+    other = text.replace("3 3", "3 4")
+    refused(run("smoe", *words, cwd=folder, stdin=other, check=False), f"{kept}")
+    refused(run("smoe", *words, "--lenpen", 2, cwd=folder, stdin=text, check=False), f"{kept}")
+    key, part = map(json.loads, kept.read_text().splitlines())
+    part[1][7] = "what is not translated again"
+    kept.write_text(f"{json.dumps(key)}\n{json.dumps(part)}\n" + '[["cut o')
+    run("smoe", *words, cwd=folder, stdin=text)
+    expected = translate(folder, *words[1:-2], text=text)[0].splitlines()
+    assert output.read_text().splitlines() == [*expected[:7], part[1][7], *expected[8:]]
+    assert not kept.exists()
+
+
+def test_an_output_is_of_one_command(folder):
+    process = Typed(folder, "--output", "shared.txt")
+    wait_until((folder / "shared.txt.partial").exists, process)
+    words = command_of("--output", "shared.txt")[1:]
+    refused(run("smoe", *words, cwd=folder, stdin="1\n", check=False), "shared.txt.partial")
+    process.end(signal.SIGTERM)
+    assert not list(folder.glob("shared*"))  # nothing was translated
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")

@@ -1,13 +1,16 @@
 """``smoe translate``: text in, translations out."""
 
+import hashlib
 import json
+import os
 import re
 import sys
 import time
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, fields
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import BinaryIO, TextIO
@@ -18,6 +21,7 @@ from smoe_fairseq.errors import UsageError, quietly
 from smoe_fairseq.files import whole_file
 from smoe_fairseq.flags import at_least, decoded, filled, flag_of
 from smoe_fairseq.host_memory import keep_freed_memory
+from smoe_fairseq.journal import Journal
 from smoe_fairseq.translate.directions import direction_of
 from smoe_fairseq.translate.int8 import INT8_HELP
 from smoe_fairseq.translate.load import Translator
@@ -26,16 +30,16 @@ from smoe_fairseq.translate.shortlist import SHORTLIST_HELP
 from smoe_fairseq.translate.text import MAX_TOKENS, BatchTranslator, Options, device_of
 
 
-def text_lines(stream: BinaryIO, size: int) -> Iterator[list[str]]:
-    """Lists of ``size`` lines, the last one shorter; without their ends (``\\n`` or ``\\r\\n``).
+def text_lines(stream: BinaryIO, size: int, first: int = 1) -> list[str]:
+    """The next ``size`` lines, or fewer at the end; without their ends (``\\n`` or ``\\r\\n``).
+
+    Args:
+        first: number of the first one.
 
     Raises:
         UsageError: a line is not UTF-8.
     """
-    first = 1
-    while lines := list(islice(stream, size)):
-        yield [_decoded(line, first + i) for i, line in enumerate(lines)]
-        first += len(lines)
+    return [_decoded(line, number) for number, line in enumerate(islice(stream, size), first)]
 
 
 def _decoded(line: bytes, number: int) -> str:
@@ -49,7 +53,8 @@ def _decoded(line: bytes, number: int) -> str:
 
 
 _LINE_ENDS = "[\x85\u2028\u2029]"  # of some programs, in addition to those that JSON escapes
-CHUNK_LINES = 4000  # that are read at a time, sorted by length and written together
+# That are read at a time, sorted by length and written together: some minute's work.
+FIRST_LINES, CHUNK_LINES, CHUNK_SECONDS = 200, 4000, 60
 
 
 def add_model_arguments(parser: ArgumentParser) -> None:
@@ -155,43 +160,103 @@ def run_translate(args: Namespace) -> None:
     direction = requested_direction(model, args)
     if model.shortlist is not None and model.shortlist.of(*direction) is None:
         raise UsageError(f"--shortlist {args.shortlist}: expected one with {'-'.join(direction)}")
-    start, lines = time.monotonic(), 0
-    with _output(args.output) as output, tqdm(unit=" lines", disable=None) as bar:
-        size = 1 if args.line_by_line or sys.stdin.isatty() else CHUNK_LINES
-        for texts in text_lines(sys.stdin.buffer, size):
-            with quietly():
-                translations = model.translate_batch(
-                    texts, args.source, args.target, options, bar.update
-                )
-            for number, translation in enumerate(translations, lines + 1):
-                if translation.parts > 1 and not options.by_sentence:
-                    with tqdm.external_write_mode(sys.stderr):
-                        message = f"line {number} is long: translated in {translation.parts} parts"
-                        print(message, file=sys.stderr)
-                for line in _output_lines(number, translation, args):
-                    print(line, file=output)
-            output.flush()
-            lines += len(texts)
+    start, number = time.monotonic(), 0
+    size = 1 if args.line_by_line or sys.stdin.isatty() else FIRST_LINES
+    with _output(args, model) as (before, write), tqdm(unit=" lines", disable=None) as bar:
+        for texts, _ in before:
+            if text_lines(sys.stdin.buffer, len(texts), number + 1) != texts:
+                lines = f"lines {number + 1} to {number + len(texts)} of standard input are other text than"
+                raise UsageError(f"{lines} in {_partial(args.output)}: delete it to begin again")
+            number += len(texts)
+            bar.update(len(texts))
+        try:
+            while texts := text_lines(sys.stdin.buffer, size, number + 1):
+                began = time.monotonic()
+                write(texts, list(_translated(model, texts, number + 1, options, args, bar)))
+                number += len(texts)
+                if size > 1:
+                    fitting = CHUNK_SECONDS * len(texts) / max(time.monotonic() - began, 1e-3)
+                    size = min(CHUNK_LINES, max(1, int(fitting)))
+        except SystemExit:  # a signal
+            if args.output and number:
+                kept = f"{number} lines are in {_partial(args.output)}; the same command continues"
+                print(f"ended: {kept}", file=sys.stderr)
+            raise
     took = max(time.monotonic() - start, 1e-3)
-    speed = f"{lines} line{'s' * (lines != 1)} in {took:.1f} s ({lines / took:.1f} per second)"
+    speed = f"{number} line{'s' * (number != 1)} in {took:.1f} s ({number / took:.1f} per second)"
     print(speed, file=sys.stderr)
 
 
+def _translated(
+    model: BatchTranslator,
+    texts: list[str],
+    first: int,
+    options: Options,
+    args: Namespace,
+    bar: tqdm,
+) -> Iterator[str]:
+    """The lines to write for texts, of which the first one has the number ``first``."""
+    with quietly():
+        translations = model.translate_batch(
+            texts, args.source, args.target, options, lambda *_: bar.update()
+        )
+    for number, translation in enumerate(translations, first):
+        if translation.parts > 1 and not options.by_sentence:
+            with tqdm.external_write_mode(sys.stderr):
+                message = f"line {number} is long: translated in {translation.parts} parts"
+                print(message, file=sys.stderr)
+        yield from _output_lines(number, translation, args)
+
+
+Write = Callable[[list[str], list[str]], None]
+
+
 @contextmanager
-def _output(path: str | None) -> Iterator[TextIO]:
+def _output(
+    args: Namespace, model: BatchTranslator
+) -> Iterator[tuple[Iterable[tuple[list[str], list[str]]], Write]]:
+    """Yield texts and lines that an interrupted command has left, and a function that writes more of them."""
+    path = args.output
     if path is None:
         sys.stdout.reconfigure(encoding="utf-8")  # like the input, whatever the terminal's encoding
-        yield sys.stdout
+        yield (), partial(_print, sys.stdout)
         return
     if Path(path).is_dir():
         raise UsageError(f"--output {path}: it is a folder; expected a file's name")
     if Path(path).is_file() and _is_binary(path):  # by completion of a name: such as a checkpoint
         raise UsageError(f"--output {path} exists and is not text: choose another name")
-    with (
-        whole_file(path, f"--output {path}") as partial,
-        open(partial, "w", encoding="utf-8") as file,
-    ):
-        yield file
+    called = f"--output {path}"
+    if Path(path).exists() and not Path(path).is_file():  # a pipe or a device
+        with whole_file(path, called) as name, open(name, "w", encoding="utf-8") as file:
+            yield (), partial(_print, file)
+        return
+    others = ("run", "command", "output")
+    flags = {name: value for name, value in vars(args).items() if name not in others}
+    with Journal(_partial(path), [_digest(model), flags], called) as journal:
+        yield journal, lambda texts, lines: journal.append((texts, lines))
+        with whole_file(path, called) as name, open(name, "w", encoding="utf-8") as file:
+            for texts, lines in journal:
+                _print(file, texts, lines)
+        journal.finish()
+
+
+def _partial(output: str) -> Path:
+    """The `Journal` of an output."""
+    return Path(f"{os.path.realpath(output)}.partial")
+
+
+def _print(file: TextIO, _texts: list[str], lines: list[str]) -> None:
+    file.write("".join(f"{line}\n" for line in lines))
+    file.flush()
+
+
+def _digest(model: BatchTranslator) -> str:
+    """The identity of a model: a digest of the beginnings of its weights."""
+    digest = hashlib.sha256()
+    for each in model.models:
+        for weight in each.parameters():
+            digest.update(weight.detach().flatten()[:64].double().cpu().numpy().tobytes())
+    return digest.hexdigest()
 
 
 def _output_lines(line: int, translation: Translation, args: Namespace) -> Iterator[str]:

@@ -211,7 +211,7 @@ class BatchTranslator:
         source: str | None = None,
         target: str | None = None,
         options: Options = Options(),
-        done: Callable[[int], None] = lambda number: None,
+        done: Callable[[int, Translation], None] = lambda number, translation: None,
         prefixes: Sequence[Sequence[int]] | None = None,
     ) -> list[Translation]:
         """Translations in the order of the texts; those of texts without words are empty.
@@ -222,7 +222,7 @@ class BatchTranslator:
 
         Args:
             source, target: languages; optional if only one direction is possible.
-            done: called after each batch with the number of texts that begin in it.
+            done: called with the index and the translation of each text, the longest texts first.
             prefixes: first tokens of each translation, in place of ``options.prefix``.
 
         Raises:
@@ -232,23 +232,29 @@ class BatchTranslator:
         check_texts(texts)
         task = self.translator.task_for(source, target)
         divided = [self._parts(text, options) for text in texts]
-        parts = [of_text for of_text, _ in divided]
-        flat = [part for of_text in parts for part in of_text]
-        begins = [not n for of_text in parts for n in range(len(of_text))]
-        if prefixes is not None:
-            prefixes = [
-                () if n else prefix for p, prefix in zip(parts, prefixes) for n in range(len(p))
-            ]
-        done(sum(not of_text for of_text in parts))
-        by_index: dict[int, Translation] = {}
-        for batch, translations in self._translate(task, flat, begins, options, prefixes):
-            by_index.update(zip(batch, translations, strict=True))
-            done(sum(begins[index] for index in batch))
-        remaining = iter(by_index[index] for index in range(len(flat)))
-        return [
-            joined(text, [next(remaining) for _ in of_text], gaps, options.nbest, options.lenpen)
-            for text, (of_text, gaps) in zip(texts, divided, strict=True)
+        places = [
+            (text, part) for text, (parts, _) in enumerate(divided) for part in range(len(parts))
         ]
+        if prefixes is not None:
+            prefixes = [() if part else prefixes[text] for text, part in places]
+        found: list[list] = [[None] * len(parts) for parts, _ in divided]
+        results: list = [None] * len(texts)
+
+        def join(text: int) -> None:
+            gaps = divided[text][1]
+            results[text] = joined(texts[text], found[text], gaps, options.nbest, options.lenpen)
+            done(text, results[text])
+
+        for text in (number for number, (parts, _) in enumerate(divided) if not parts):
+            join(text)
+        flat, begins = [divided[t][0][p] for t, p in places], [not part for _, part in places]
+        for batch, translations in self._translate(task, flat, begins, options, prefixes):
+            for index, translation in zip(batch, translations, strict=True):
+                text, part = places[index]
+                found[text][part] = translation
+                if None not in found[text]:
+                    join(text)
+        return results
 
     def _parts(self, text: str, options: Options) -> tuple[list[str], list[str]]:
         """The parts that are translated separately, and the gaps around them.

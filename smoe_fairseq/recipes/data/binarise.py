@@ -16,7 +16,14 @@ from pathlib import Path
 import numpy as np
 
 from smoe_fairseq.errors import UsageError
-from smoe_fairseq.files import check_plain, read_plain, read_text, whole_files, whole_folder
+from smoe_fairseq.files import (
+    check_plain,
+    read_plain,
+    read_text,
+    whole_files,
+    whole_folder,
+    write_whole,
+)
 from smoe_fairseq.recipes.data.download import extract
 from smoe_fairseq.recipes.data.raw import (
     SPLITS,
@@ -45,8 +52,9 @@ def binarise(
     """Binarise every pair's splits in ``text`` (and its shards) to ``output``.
 
     Each shard gets ``{split}.{pair}.{language}.bin`` and ``.idx``, which serve both directions of a pair,
-    and a copy of the dictionary for each language. The result does not depend on ``workers``. Raises
-    OSError if a pair has no text to train or validate, and UsageError for an invalid dictionary.
+    and a copy of the dictionary for each language. The result does not depend on ``workers``. Files that an
+    interrupted call has written are kept. Raises OSError if a pair has no text to train or validate, and
+    UsageError for an invalid dictionary.
     """
     files = {
         output / folder.relative_to(text) / file.name: file
@@ -59,17 +67,19 @@ def binarise(
     shards = sorted({target.parent for target in files})
     copies = [shard / f"dict.{lang}.txt" for shard in shards for lang in dataset.languages]
     vocabulary = read_dictionary(dictionary)
-    targets = [f"{target}.{suffix}" for target in files for suffix in SUFFIXES]
     for shard in shards:
         shard.mkdir(parents=True, exist_ok=True)
-    with whole_files([*copies, *targets], called=str(output)) as partials:
-        for copy in partials[: len(copies)]:
-            Path(copy).write_bytes(read_plain(dictionary))
-        pairs = zip(partials[len(copies) :: 2], partials[len(copies) + 1 :: 2], strict=True)
-        counts = binarise_files(vocabulary, dict(zip(files.values(), pairs, strict=True)), workers)
+    for copy in copies:
+        write_whole(copy, read_plain(dictionary), called=str(output))
+    left = {
+        file: tuple(f"{target}.{suffix}" for suffix in SUFFIXES)
+        for target, file in files.items()
+        if not Path(f"{target}.{SUFFIXES[-1]}").exists()
+    }
+    counts = binarise_files(vocabulary, left, workers)
     for shard in shards:
         write_sums(shard)
-    print(f"{final(output)}: {len(files)} files, {counts}", flush=True)
+    print(f"{final(output)}: {len(left)} files, {counts}", flush=True)
 
 
 def _files(folder: Path, pair: str, splits: Sequence[str]) -> Iterator[Path]:
@@ -129,15 +139,15 @@ def binarise_files(
     sentences = tokens = unknown = 0
     with map_chunks("binarise", _Binariser(vocabulary, dtype), files, workers) as by_file:
         for file, results in by_file:
-            data, index = files[file]
             lengths = [np.zeros(0, dtype=np.int32)]
-            with open(data, "wb") as output:
-                for content, chunk_lengths, chunk_unknown in results:
-                    output.write(content)
-                    lengths.append(chunk_lengths)
-                    unknown += chunk_unknown
-            all_lengths = np.concatenate(lengths)
-            Path(index).write_bytes(_index(all_lengths, dtype))
+            with whole_files(files[file]) as (data, index):
+                with open(data, "wb") as output:
+                    for content, chunk_lengths, chunk_unknown in results:
+                        output.write(content)
+                        lengths.append(chunk_lengths)
+                        unknown += chunk_unknown
+                all_lengths = np.concatenate(lengths)
+                Path(index).write_bytes(_index(all_lengths, dtype))
             sentences += len(all_lengths)
             tokens += int(all_lengths.sum(dtype=np.int64))
     return f"{sentences:,} sentences, {tokens:,} tokens, {unknown:,} of them unknown"

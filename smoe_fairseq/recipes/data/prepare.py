@@ -13,6 +13,7 @@ from smoe_fairseq.errors import UsageError, quietly
 from smoe_fairseq.flags import refusing_flags
 from smoe_fairseq.forms import read_json
 from smoe_fairseq.host_memory import cores
+from smoe_fairseq.recipes import pretrained
 from smoe_fairseq.recipes.commands import CommandParser, Step, add_subword_options
 from smoe_fairseq.recipes.data import raw
 from smoe_fairseq.recipes.data.binarise import binarised_folder
@@ -97,16 +98,21 @@ def _changed(dataset: Dataset, folders: Folders, flags: Sequence[str]) -> str | 
     return None
 
 
-def _origin(dataset: Dataset, folders: Folders, flags: Sequence[str]) -> dict[str, dict]:
-    """What binarised text is made of: settings, and the texts' files, see `_digests`."""
+def _origin(
+    dataset: Dataset, folders: Folders, flags: Sequence[str], gathered: Path | None = None
+) -> dict[str, dict]:
+    """What binarised text is made of: settings, and the texts' files, see `_digests`.
+
+    ``gathered`` has the text of ``raw/`` until that is replaced.
+    """
     settings = raw.settings_of(dataset)
     settings |= {"shards": dataset.shards, "subwords": [*arguments(dataset.subwords), *flags]}
     settings |= {"pretrained": source_of(dataset), "new-languages": dataset.new_languages}
     settings |= {"add-subwords": dataset.add_subwords, "trim": dataset.trim}
-    text = {"raw/": _digests(folders.raw)}
+    text = {"raw/": _digests(gathered or folders.raw)}
     if source := dataset.settings.raw:
         text["RAW"] = _digests(source)
-    return {"settings": settings, "text": text}
+    return json.loads(json.dumps({"settings": settings, "text": text}))  # as it is read
 
 
 def _digests(source: Path) -> dict[str, str]:
@@ -146,24 +152,41 @@ def _prepare(dataset: Dataset, folders: Folders, flags: Sequence[str]) -> None:
         raw.check_replaceable(folders.raw, [source])
     elif folders.raw.exists():
         raw.check_settings(dataset, folders.raw)
-    text, tested = folders.raw, dataset.pairs
-    partial = Path(f"{folders.binary}{PARTIAL}")
+    partial, replacing = (Path(f"{path}{PARTIAL}") for path in (folders.binary, folders.raw))
+    text, tested = replacing if replacing.exists() else folders.raw, dataset.pairs
+    record = partial / _RECORD
+    continues = not dry_run and record.exists()
+    continues = continues and read_json(record) == _origin(dataset, folders, flags, text)
     try:
-        if source or not text.exists():
-            if text.exists():  # it stays until all that replaces it is complete
-                text = Path(f"{text}{PARTIAL}")
-            run(_raw_text(dataset, folders, source, text), dataset.settings)
+        if continues:
+            print(f"# {dataset.name}: an interrupted preparation continues", flush=True)
+        else:
+            text = folders.raw
+            if not dry_run:
+                _remove(partial, replacing)
+            if source or not text.exists():
+                if text.exists():  # it stays until all that replaces it is complete
+                    text = replacing
+                run(_raw_text(dataset, folders, source, text), dataset.settings)
         if not dry_run or text.exists():
             tested = raw.check(dataset, text)
         for pair in sorted(set(dataset.pairs) - set(tested)):
             warn(f"{text}/test.{pair}.* is missing: {pair} will not be scored")
+        if not (dry_run or continues):
+            partial.mkdir()
+            origin = _origin(dataset, folders, flags, text)
+            files.write_whole(record, json.dumps(origin, indent=2) + "\n")
         run(_binarised(dataset, folders, text, partial, flags), dataset.settings)
-    finally:
-        if not dry_run:
-            for folder in (partial, Path(f"{folders.raw}{PARTIAL}")):
-                shutil.rmtree(folder, ignore_errors=True)
+    finally:  # what is complete is kept for the next attempt
+        if not dry_run and not (partial / "spm.model").exists():
+            _remove(partial, replacing)
     if not dry_run:
         print_checks(dataset, _workers(dataset))
+
+
+def _remove(*folders: Path) -> None:
+    for folder in folders:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _archive(dataset: Dataset, folders: Folders, source: Path | None) -> Path | None:
@@ -211,16 +234,20 @@ def _binarised(
 ) -> Iterator[str | Step]:
     text = partial / "text"
     yield f"# {dataset.name}: one sentencepiece model and dictionary for all languages"
-    yield command("rm", "-rf", partial)
-    if not (source := source_of(dataset)):
+    if dataset.settings.dry_run:
+        yield command("rm", "-rf", partial)
+    source, model = source_of(dataset), text / "model.pt"
+    if source:
+        if not (partial / pretrained.RECORD).exists():
+            if is_foreign(Path(source)):
+                if not model.exists():
+                    yield command("smoe", "import", source, "--output", model)
+                source = model
+            yield Step("adapt", dataset, Path(source), raw_text, partial)
+        dataset = with_pretrained(dataset, partial)
+    elif not (partial / "spm.model").exists():
         # In a process of its own, since no signal interrupts sentencepiece.
         yield recipe("learn", raw_text, partial, *arguments(dataset.subwords), *flags)
-    else:
-        if is_foreign(Path(source)):
-            yield command("smoe", "import", source, "--output", text / "model.pt")
-            source = text / "model.pt"
-        yield Step("adapt", dataset, Path(source), raw_text, partial)
-        dataset = with_pretrained(dataset, partial)
     options = {"longest": _longest(dataset), "workers": _workers(dataset)}
     yield Step("encode", partial / "spm.model", raw_text, text, shards=dataset.shards, **options)
     yield f"# {dataset.name}: binarise; one set of files serves both directions of a pair"
@@ -228,9 +255,6 @@ def _binarised(
     if raw_text != folders.raw:
         yield command("rm", "-rf", folders.raw)
         yield command("mv", raw_text, folders.raw)
-    if not dataset.settings.dry_run:
-        origin = _origin(dataset, folders, flags)
-        files.write_whole(partial / _RECORD, json.dumps(origin, indent=2) + "\n")
     yield command("rm", "-rf", text, folders.binary)
     yield command("mv", partial, folders.binary)
 

@@ -224,6 +224,7 @@ def encode(
 ) -> None:
     """Write every file of ``raw`` to ``output`` as pieces; the result does not depend on ``workers``.
 
+    Files that an interrupted call has written are kept.
     With several ``shards``, line ``n`` of a training file goes to ``output/shardI`` with ``I = n % shards``,
     and other splits go to the first shard. In the other splits, lines are cut off after ``longest`` pieces
     (0: never), with a warning.
@@ -235,12 +236,12 @@ def encode(
             if (least := sum(1 for _ in itertools.islice(lines, shards))) < shards:
                 few = f"`shards: {shards}`, and {file} has {least} lines"
                 raise UsageError(f"{few}: expected at least one line in each shard")
-    with whole_folder(output, replace=True) as partial:
-        folders = [partial / name for name in shard_names(shards)]
-        for folder in folders:
-            folder.mkdir(parents=True, exist_ok=True)
-        lines = encode_files(loaded, files, folders, longest, workers)
-    print(f"{final(output)}: {len(files)} files, {lines:,} lines", flush=True)
+    folders = [output / name for name in shard_names(shards)]
+    for folder in folders:
+        folder.mkdir(parents=True, exist_ok=True)
+    left = [file for file in files if not (folders[0] / file.name).exists()]
+    lines = encode_files(loaded, left, folders, longest, workers)
+    print(f"{final(output)}: {len(left)} files, {lines:,} lines", flush=True)
 
 
 @dataclass(frozen=True)
@@ -283,11 +284,10 @@ def encode_files(
     with map_chunks("encode", encoder, files, workers) as by_file:
         for file, results in by_file:
             line = cuts = 0
-            with ExitStack() as opened:
-                outputs = [
-                    opened.enter_context(open(folder / file.name, "wb"))
-                    for folder in folders[: encoder.shards_of(file)]
-                ]
+            # The first shard last, by which a file counts as written.
+            shards = [folder / file.name for folder in folders[: encoder.shards_of(file)]]
+            with whole_files(shards[::-1]) as partials, ExitStack() as opened:
+                outputs = [opened.enter_context(open(path, "wb")) for path in partials[::-1]]
                 for texts, cut, lines in results:
                     for i, text in enumerate(texts):
                         outputs[(line + i) % len(outputs)].write(text)

@@ -73,6 +73,7 @@ class Evaluation:
             self.reference(direction),
             self.partial / f"{direction}.txt",
             self.generated(direction),
+            self.generated(direction).with_name("unfinished.jsonl"),
         )
 
     def scoring(self, direction: str) -> list[str]:
@@ -120,8 +121,9 @@ class Evaluation:
             self._write_key(folder)
             return scored
         self.partial.mkdir(parents=True, exist_ok=True)
+        begun = {direction for direction in same if not (folder / f"{direction}.txt").exists()}
         for path in folder.glob("*"):  # the complete one stays until another is
-            if path.name.partition(".")[0] not in scored:
+            if path.name.partition(".")[0] not in scored.keys() | begun:
                 if folder == self.partial:
                     shutil.rmtree(path) if path.is_dir() else path.unlink()
             elif folder == self.complete:

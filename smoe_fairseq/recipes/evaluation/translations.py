@@ -18,6 +18,7 @@ from smoe_fairseq.errors import UsageError, quietly
 from smoe_fairseq.files import write_whole
 from smoe_fairseq.flags import flag_of
 from smoe_fairseq.host_memory import cores
+from smoe_fairseq.journal import Journal
 from smoe_fairseq.recipes.data.text_files import workers_for
 from smoe_fairseq.recipes.evaluation.scores import lines_of
 from smoe_fairseq.recipes.program_flags import parse_flags
@@ -26,6 +27,8 @@ from smoe_fairseq.recipes.training.launcher import Launch, plan_launch, visible_
 
 if TYPE_CHECKING:
     from smoe_fairseq.translate.readout import Translation
+
+Hypotheses = list[tuple[float, str, list[float]]]  # score, text, and each token's, best first
 
 # Generation options without effect on the search, or handled here.
 _IGNORED = ("prefix_size", "no_seed_provided", "sacrebleu", "no_beamable_mm")
@@ -70,6 +73,7 @@ class Job:
     reference: Path
     translations: Path  # to write, a translation per line
     generated: Path  # to write, as ``fairseq-generate`` does, where S and T are raw text
+    unfinished: Path  # a `Journal` with the number and `Hypotheses` of each sentence that is done
 
 
 def translate_all(
@@ -138,13 +142,35 @@ class Model:
             texts, references = map(lines_of, (job.source, job.reference))
             source, target = cfg.task.source_lang, cfg.task.target_lang
             prefixes = self._prefixes(cfg, references)
-            found = self.loaded.translate_batch(texts, source, target, options, done, prefixes)
-        job.generated.parent.mkdir(parents=True, exist_ok=True)
-        rows = enumerate(zip(found, references, strict=True))
-        lines = (line for number, row in rows for line in _generated(number, *row))
+            job.generated.parent.mkdir(parents=True, exist_ok=True)
+            with Journal(job.unfinished) as journal:
+                found: dict[int, Hypotheses] = dict(journal)
+                left = [number for number in range(len(texts)) if number not in found]
+                done(len(found))
+
+                def finish(index: int, translation: "Translation") -> None:
+                    hypotheses = [(h.score, h.text, h.scores) for h in translation.hypotheses]
+                    found[left[index]] = hypotheses
+                    journal.append((left[index], hypotheses))
+                    done(1)
+
+                self.loaded.translate_batch(
+                    [texts[number] for number in left],
+                    source,
+                    target,
+                    options,
+                    finish,
+                    prefixes and [prefixes[number] for number in left],
+                )
+        lines = (
+            line
+            for number, row in enumerate(zip(texts, references, strict=True))
+            for line in _generated(number, *row, found[number])
+        )
         write_whole(job.generated, "".join(f"{line}\n" for line in lines))
-        best = (translation.hypotheses[0].text for translation in found)
+        best = (found[number][0][1] for number in range(len(texts)))
         write_whole(job.translations, "".join(f"{text}\n" for text in best))
+        journal.finish()
 
     def _prefixes(self, cfg, references: list[str]) -> list[list[int]] | None:
         """The first tokens of ``--prefix-size``, of which that of the language is one."""
@@ -203,11 +229,11 @@ def _options(cfg, ours: bool):
     return Options(**values | seed, divide_above=sys.maxsize)
 
 
-def _generated(number: int, translation: "Translation", reference: str) -> Iterator[str]:
+def _generated(number: int, source: str, reference: str, hypotheses: Hypotheses) -> Iterator[str]:
     """The lines of a sentence as ``fairseq-generate`` prints them; S and T are raw text."""
-    yield f"S-{number}\t{translation.source}"
+    yield f"S-{number}\t{source}"
     yield f"T-{number}\t{reference}"
-    for each in translation.hypotheses:
-        yield f"H-{number}\t{each.score}\t{each.text}"
-        yield f"D-{number}\t{each.score}\t{each.text}"
-        yield f"P-{number}\t{' '.join(f'{score:.4f}' for score in each.scores)}"
+    for score, text, scores in hypotheses:
+        yield f"H-{number}\t{score}\t{text}"
+        yield f"D-{number}\t{score}\t{text}"
+        yield f"P-{number}\t{' '.join(f'{score:.4f}' for score in scores)}"
