@@ -88,10 +88,11 @@ def test_variables_of_another_launcher_do_not_make_one_process_a_rank(tmp_path, 
     assert ended.returncode == 0, ended.stdout + ended.stderr
 
 
-def test_an_environment_that_is_closed_to_this_user_is_named(tmp_path):
+@pytest.mark.parametrize("python", ["/gone/python", "/bin/false"])
+def test_an_environment_that_is_closed_to_this_user_or_incomplete_is_named(tmp_path, python):
     (tmp_path / ".venv/bin").mkdir(parents=True)
     (tmp_path / "scripts").mkdir()
-    (tmp_path / ".venv/bin/python").symlink_to("/gone/python")
+    (tmp_path / ".venv/bin/python").symlink_to(python)
     for name in ("recipe", "table.sh"):
         shutil.copy(ROOT / "scripts" / name, tmp_path / "scripts")
     command = [tmp_path / "scripts/table.sh", "m4"]

@@ -34,6 +34,7 @@ def begin(cfg) -> None:
     root = logging.getLogger()
     for handler in root.handlers:
         handler.setLevel(logging.WARNING)
+        handler.setFormatter(logging.Formatter("  %(message)s"))
     if int(os.environ.get("RANK") or 0):
         return
     file = logging.FileHandler(log)
