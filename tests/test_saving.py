@@ -98,6 +98,21 @@ subprocess.run(["grep", "SigBlk", "/proc/self/status"], preexec_fn=lambda: None)
     assert run_python(program).stdout.split() == ["SigBlk:", "0" * 16]
 
 
+def test_signals_are_noted_once_and_in_the_main_thread_alone():
+    program = """
+import signal, threading
+from smoe_fairseq.training.saving import SaveTimer
+timer, own = SaveTimer(1), signal.getsignal(signal.SIGTERM)
+thread = threading.Thread(target=timer.listen)
+thread.start(), thread.join()
+print(signal.getsignal(signal.SIGTERM) is own)
+for _ in range(2):
+    timer.listen()
+print(timer.before[signal.SIGTERM] is own)
+"""
+    assert run_python(program).stdout.split() == ["True", "True"]
+
+
 def test_a_second_signal_ends_at_once(ranks, small_corpus, tmp_path):
     """While the first one waits for the end of an update, which here never comes."""
     run, _ = begin(ranks, small_corpus, tmp_path / "run", "replicated")

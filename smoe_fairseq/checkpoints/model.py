@@ -140,7 +140,7 @@ def _flat(values: Mapping) -> dict:
     """Rename the nested options of a hydra config (``encoder.layers``) to flat ones."""
     flat = {}
     for name, value in values.items():
-        if name in (*SIDES, "quant_noise") and isinstance(value, Mapping):
+        if isinstance(value, Mapping):
             flat |= {f"{name}_{inner}": v for inner, v in value.items()}
         else:
             flat[name] = value

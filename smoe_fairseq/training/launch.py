@@ -128,8 +128,7 @@ def _expect_dropped_layers(cfg) -> None:
     for side in ("encoder", "decoder"):
         if getattr(cfg.model, f"{side}_layerdrop", 0):
             distributed.find_unused_parameters = True
-            if distributed.distributed_world_size > 1:
-                logger.info(f"--{side}-layerdrop: --find-unused-parameters is on")
+            logger.info(f"--{side}-layerdrop: --find-unused-parameters is on")
             return
 
 

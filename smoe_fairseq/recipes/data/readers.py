@@ -271,9 +271,9 @@ def _tab_separated(path: Path, languages: Languages) -> Iterator[Pair]:
                 raise UsageError(f"{path}, line 1: expected {expected}, or {name}")
             places, quoted = named, False
         if len(cells) != columns:
-            count = f"{path}, line {number} has {len(cells)} column{'s' * (len(cells) > 1)}"
             split = "; a quoted cell with a line break? put it on one line" * ('"' in line)
-            raise UsageError(f"{count}: expected {columns}, as in line 1{split}")
+            found = f"expected {columns} columns, as in line 1, not {len(cells)}{split}"
+            raise UsageError(f"{path}, line {number}: {found}")
         yield tuple(unquoted(cells[i]) if quoted else cells[i] for i in places)
 
 
