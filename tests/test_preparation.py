@@ -226,6 +226,17 @@ def test_subwords_that_take_more_memory_than_there_is(tmp_path, monkeypatch, pre
 # Ends before the end
 
 
+def test_a_signal_while_sentencepiece_reads(tmp_path, monkeypatch, prepared):
+    def lines(_):
+        yield "a b c"
+        raise SystemExit(130)
+
+    monkeypatch.setattr(subwords.readers, "lines", lines)
+    with pytest.raises(SystemExit) as end:
+        learn(prepared / "raw", tmp_path / "out", vocab_size=300)
+    assert end.value.code == 130 and not (tmp_path / "out").exists()
+
+
 def steps(raw: Path, prepared: Path, workers: str) -> dict[str, list]:
     more = ["--workers", workers]
     return {

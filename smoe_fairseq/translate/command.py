@@ -179,7 +179,7 @@ def run_translate(args: Namespace) -> None:
                     size = min(CHUNK_LINES, max(1, int(fitting)))
         except SystemExit:  # a signal
             if args.output and number:
-                kept = f"{number} lines are in {_partial(args.output)}; the same command continues"
+                kept = f"{number} lines are done, in {_partial(args.output)}; the same command continues"
                 print(f"ended: {kept}", file=sys.stderr)
             raise
     took = max(time.monotonic() - start, 1e-3)

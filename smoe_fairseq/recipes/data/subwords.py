@@ -139,6 +139,8 @@ def learn_from(
                 **options,
             )
         except (RuntimeError, ValueError, OverflowError) as error:
+            if ended := re.search(r"SystemExit: (\d+)", str(error)):  # a signal in our iterator
+                raise SystemExit(int(ended[1])) from None
             options |= {"user_defined_symbols": list(user_defined_symbols) or None}
             raise _cannot_learn(raw, options, str(error)) from None
     # The model notes the path of its rules: the same text gives the same file.
