@@ -281,6 +281,7 @@ def test_an_interrupted_preparation_continues(tmp_path, raw, given, number):
             process.send_signal(number)
             assert process.wait() in (-number, 128 + number)
         learned = (partial / "spm.model").stat().st_mtime_ns
+        record = (partial / "unfinished.json").read_bytes()
         assert (data / "raw.partial").exists() == (name == "again")
         run_step(*words, cwd=tmp_path, **given)
         assert (data / "bin/spm.model").stat().st_mtime_ns == learned
@@ -291,10 +292,29 @@ def test_an_interrupted_preparation_continues(tmp_path, raw, given, number):
             shutil.rmtree(data / "bin")
         assert found == whole
     partial.mkdir()
-    (partial / "preparation.json").write_bytes(found["preparation.json"])
+    (partial / "unfinished.json").write_bytes(record)
     (partial / "spm.model").write_bytes(b"of other settings")
     run_step(*words[:-1], "290", cwd=tmp_path, **given)
     assert (data / "bin/spm.model").read_bytes() == found["spm.model"]
+
+
+def test_text_that_was_edited_since_an_interruption_is_read(tmp_path, raw, given):
+    """Also in the middle, to the same size."""
+    text = shutil.copytree(raw, tmp_path / "raw")
+    words = ["prepare", "tiny", "--raw", str(text), "--vocab-size", "300"]
+    command = [sys.executable, "-P", "-m", "smoe_fairseq.recipes", *words]
+    process = subprocess.Popen(command, cwd=tmp_path, env=os.environ | given)
+    wait_until((tmp_path / "data/tiny/bin.partial/spm.model").exists, process)
+    process.kill()
+    process.wait()
+    file = text / "train.en-fr.en"
+    lines = file.read_text("utf-8").splitlines(keepends=True)
+    middle = len(lines) // 2
+    lines[middle] = " ".join(reversed(lines[middle].split())) + "\n"
+    file.write_text("".join(lines), "utf-8")
+    run_step(*words, cwd=tmp_path, **given)
+    gathered = (tmp_path / "data/tiny/raw/train.en-fr.en").read_text("utf-8").splitlines()
+    assert lines[middle].strip() in gathered
 
 
 # A step whose processes tell their numbers, and then take long for a unit.

@@ -21,11 +21,13 @@ from commands import PLUGIN, bash_torchrun, changed, contents, refused, run_step
 from commands import run as run_program
 from programs import wait_until
 from sampling import soak
+from test_full_disk import tree
 from test_recipes import ROOT, recipe, refusal, surroundings, table, write_dataset
 
+from smoe_fairseq.journal import Journal
 from smoe_fairseq.recipes.datasets import load_dataset
 from smoe_fairseq.recipes.evaluation import scores
-from smoe_fairseq.recipes.evaluation.evaluate import plan
+from smoe_fairseq.recipes.evaluation.evaluate import evaluate, plan
 from smoe_fairseq.recipes.evaluation.evaluation import Evaluation
 
 
@@ -468,6 +470,30 @@ def test_a_killed_evaluation_goes_on_within_a_direction(unevaluated, number):
     assert [line for line in generated if line.startswith("D-")][2 * sentence].endswith("again")
     assert len(generated) == 12 * (2 + 2 * 3)
     assert not list(done.glob("*/unfinished*"))
+
+
+def test_a_resumed_evaluation_has_the_batches_of_an_uninterrupted_one(unevaluated, monkeypatch):
+    """On which translations depend where the capacity of experts is limited."""
+    monkeypatch.chdir(unevaluated)
+    monkeypatch.setenv("CONFIG_DIR", str(unevaluated / "configs"))
+    run, append = unevaluated / "runs/tiny/smoe-2-2", Journal.append
+    limited = ("--batch-size", "3", "--model-overrides", "{'moe_eval_capacity_factor': 0.3}")
+    evaluate(load_dataset("tiny"), "smoe-2-2", limited)
+    whole = tree(run / "test")
+    shutil.rmtree(run / "test")
+    (run / "scores.json").unlink()
+
+    def end(journal: Journal, part) -> None:
+        append(journal, part)
+        if journal.parts == 4:  # the second batch has two more sentences
+            raise SystemExit(143)
+
+    with monkeypatch.context() as interrupted, pytest.raises(SystemExit):
+        interrupted.setattr(Journal, "append", end)
+        evaluate(load_dataset("tiny"), "smoe-2-2", limited)
+    assert [*run.glob("test.partial/*/unfinished.jsonl")]
+    evaluate(load_dataset("tiny"), "smoe-2-2", limited)
+    assert tree(run / "test") == whole
 
 
 @pytest.mark.soak

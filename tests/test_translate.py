@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from commands import PLUGIN, SCRIPTS, SMOE, generation, refused, run, start
+from commands import PLUGIN, SCRIPTS, SMOE, changed, generation, refused, run, start
 from programs import HANGS, wait_until
 from sampling import soak
 from test_translator import evaluated
@@ -331,7 +331,7 @@ def test_a_reader_that_has_gone(folder):
 def test_an_interruption_of_a_search(folder, threads):
     words = ("--output", "never.txt", "--max-tokens", 200)
     process = Typed(folder, *words, OMP_NUM_THREADS=threads)
-    process.stdin.write(b"1 2 3 4 5 6 7 8 9\n" * 199)
+    process.stdin.write(b"1 2 3 4 5 6 7 8 9\n" * 3999)
     process.stdin.flush()
     wait_until(lambda: list(folder.glob("never.txt.partial")), process)
     process.stdin.write(b"1\n" * 2)  # what is asked for at once, and one more
@@ -347,28 +347,66 @@ SIGNALS = [signal.SIGTERM, soak(signal.SIGINT), soak(signal.SIGHUP), soak(signal
 
 @pytest.mark.parametrize("number", SIGNALS)
 def test_an_interrupted_translation_continues(folder, number):
-    """And leaves the file that is to be replaced as it was."""
+    """And leaves the file that is to be replaced as it was; to the last digit as without interruption."""
     output, kept = folder / "kept.txt", folder / "kept.txt.partial"
     output.write_text("as it was\n")
-    text = "".join(f"{i % 10} {i % 7}\n" for i in range(250))
-    process = Typed(folder, "--output", output.name)
-    process.stdin.write("".join(text.splitlines(keepends=True)[:210]).encode())
-    process.stdin.flush()
-    wait_until(lambda: kept.exists() and kept.read_bytes().count(b"\n") == 2, process)
+    text = "".join(f"{i % 10} {i % 7}\n" for i in range(1000))
+    words = ("--json", "--max-tokens", 100, "--output", output.name)
+    process = Typed(folder, *words)
+    process.stdin.write(text.encode())
+    process.stdin.close()
+    wait_until(lambda: kept.exists() and kept.read_bytes().count(b"\n") > 20, process)
     status, said = process.end(number)
     assert output.read_text() == "as it was\n" and "Traceback" not in said
     assert number == signal.SIGKILL or status == 128 + number and kept.name in said
-    words = command_of("--output", output.name)[1:]
-    other = text.replace("3 3", "3 4")
-    refused(run("smoe", *words, cwd=folder, stdin=other, check=False), f"{kept}")
-    refused(run("smoe", *words, "--lenpen", 2, cwd=folder, stdin=text, check=False), f"{kept}")
-    key, part = map(json.loads, kept.read_text().splitlines())
-    part[1][7] = "what is not translated again"
-    kept.write_text(f"{json.dumps(key)}\n{json.dumps(part)}\n" + '[["cut o')
+    head, *parts = map(json.loads, kept.read_text().splitlines()[:20])
+    last = max(number for number, *_ in parts)
+    words = command_of(*words)[1:]
+    for other in ("9 9\n" * 1000, "\n".join(text.splitlines()[: last - 1])):
+        refused(run("smoe", *words, cwd=folder, stdin=other, check=False), str(kept))
+    refused(run("smoe", *words, "--lenpen", 2, cwd=folder, stdin=text, check=False), str(kept))
+    number, _, (line,) = parts[5]
+    parts[5][2] = [line.replace('"parts": 1', '"parts": 7')]  # is not translated again
+    lines = "".join(f"{json.dumps(each)}\n" for each in (head, *parts))
+    kept.write_text(lines + '[3, "cut o')
     run("smoe", *words, cwd=folder, stdin=text)
     expected = translate(folder, *words[1:-2], text=text)[0].splitlines()
-    assert output.read_text().splitlines() == [*expected[:7], part[1][7], *expected[8:]]
+    expected[number - 1] = parts[5][2][0]
+    assert output.read_text().splitlines() == expected and '"parts": 7' in parts[5][2][0]
     assert not kept.exists()
+
+
+@pytest.mark.parametrize("name", ["checkpoint_best.pt", "dict.en.txt", "spm.model"])
+def test_what_has_changed_since_an_interruption_is_noticed(folder, tmp_path, name):
+    shutil.copytree(folder / "run", tmp_path / "run")
+    words = ("smoe", "translate", "run", "--from", "en", "--to", "fr", "--output", "out.txt")
+    process = subprocess.Popen(
+        [str(SCRIPTS / "smoe"), *words[1:], "--line-by-line"], cwd=tmp_path, stdin=subprocess.PIPE
+    )
+    process.stdin.write(b"1 2\n")
+    process.stdin.flush()
+    kept = tmp_path / "out.txt.partial"
+    wait_until(lambda: kept.exists() and kept.read_bytes().count(b"\n") == 2)
+    process.kill()
+    process.communicate()
+    file = tmp_path / "run" / name
+    if name.endswith(".pt"):
+        changed(file, file, lambda state: state["model"]["decoder.embed_tokens.weight"][-1].add_(1))
+    elif name.startswith("dict"):
+        file.write_text(file.read_text().replace(" 1\n", " 2\n", 1))
+    else:
+        file.write_bytes(file.read_bytes() + b"\x12\x00")  # which changes no piece
+    again = run(*words, "--line-by-line", cwd=tmp_path, stdin="1 2\n", check=False)
+    refused(again, str(kept))
+
+
+@pytest.mark.parametrize("content", ["my notes", "my notes\nmore", '{"a": 1}\n'])
+def test_a_file_of_the_users_is_left_alone(folder, tmp_path, content):
+    own = tmp_path / "out.partial"
+    own.write_text(content)
+    words = command_of("--output", tmp_path / "out")[1:]
+    refused(run("smoe", *words, cwd=folder, stdin="1\n", check=False), str(own))
+    assert own.read_text() == content
 
 
 def test_an_output_is_of_one_command(folder):

@@ -1,20 +1,20 @@
 """``smoe translate``: text in, translations out."""
 
 import hashlib
+import itertools
 import json
 import os
 import re
 import sys
 import time
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, fields
-from functools import partial
-from itertools import islice
 from pathlib import Path
 from typing import BinaryIO, TextIO
 
+from fairseq.utils import split_paths
 from tqdm import tqdm
 
 from smoe_fairseq.errors import UsageError, quietly
@@ -22,9 +22,10 @@ from smoe_fairseq.files import whole_file
 from smoe_fairseq.flags import at_least, decoded, filled, flag_of
 from smoe_fairseq.host_memory import keep_freed_memory
 from smoe_fairseq.journal import Journal
+from smoe_fairseq.subwords import subwords_of
 from smoe_fairseq.translate.directions import direction_of
 from smoe_fairseq.translate.int8 import INT8_HELP
-from smoe_fairseq.translate.load import Translator
+from smoe_fairseq.translate.load import Translator, checkpoint_of, files_of
 from smoe_fairseq.translate.readout import Translation
 from smoe_fairseq.translate.shortlist import SHORTLIST_HELP
 from smoe_fairseq.translate.text import MAX_TOKENS, BatchTranslator, Options, device_of
@@ -39,7 +40,9 @@ def text_lines(stream: BinaryIO, size: int, first: int = 1) -> list[str]:
     Raises:
         UsageError: a line is not UTF-8.
     """
-    return [_decoded(line, number) for number, line in enumerate(islice(stream, size), first)]
+    return [
+        _decoded(line, number) for number, line in enumerate(itertools.islice(stream, size), first)
+    ]
 
 
 def _decoded(line: bytes, number: int) -> str:
@@ -53,8 +56,7 @@ def _decoded(line: bytes, number: int) -> str:
 
 
 _LINE_ENDS = "[\x85\u2028\u2029]"  # of some programs, in addition to those that JSON escapes
-# That are read at a time, sorted by length and written together: some minute's work.
-FIRST_LINES, CHUNK_LINES, CHUNK_SECONDS = 200, 4000, 60
+CHUNK_LINES = 4000  # that are read at a time and sorted by length
 
 
 def add_model_arguments(parser: ArgumentParser) -> None:
@@ -160,66 +162,92 @@ def run_translate(args: Namespace) -> None:
     direction = requested_direction(model, args)
     if model.shortlist is not None and model.shortlist.of(*direction) is None:
         raise UsageError(f"--shortlist {args.shortlist}: expected one with {'-'.join(direction)}")
-    start, number = time.monotonic(), 0
-    size = 1 if args.line_by_line or sys.stdin.isatty() else FIRST_LINES
-    with _output(args, model) as (before, write), tqdm(unit=" lines", disable=None) as bar:
-        for texts, _ in before:
-            if text_lines(sys.stdin.buffer, len(texts), number + 1) != texts:
-                lines = f"lines {number + 1} to {number + len(texts)} of standard input are other text than"
-                raise UsageError(f"{lines} in {_partial(args.output)}: delete it to begin again")
-            number += len(texts)
-            bar.update(len(texts))
+    start, lines = time.monotonic(), 0
+    size = 1 if args.line_by_line or sys.stdin.isatty() else CHUNK_LINES
+    with _output(args, model, size) as (journal, file), tqdm(unit=" lines", disable=None) as bar:
+        before = _chunks(journal or (), size)
         try:
-            while texts := text_lines(sys.stdin.buffer, size, number + 1):
-                began = time.monotonic()
-                write(texts, list(_translated(model, texts, number + 1, options, args, bar)))
-                number += len(texts)
-                if size > 1:
-                    fitting = CHUNK_SECONDS * len(texts) / max(time.monotonic() - began, 1e-3)
-                    size = min(CHUNK_LINES, max(1, int(fitting)))
+            while texts := text_lines(sys.stdin.buffer, size, lines + 1):
+                chunk = next(before, {})
+                _check_texts(chunk, texts, lines + 1, args)
+                bar.update(len(chunk))
+                _translate(model, texts, lines + 1, chunk, options, args, journal, bar)
+                if file is not None:
+                    _print(chunk, file)
+                lines += len(texts)
         except SystemExit:  # a signal
-            if args.output and number:
-                kept = f"{number} lines are done, in {_partial(args.output)}; the same command continues"
-                print(f"ended: {kept}", file=sys.stderr)
+            if journal is not None and journal.parts:
+                kept = f"{journal.parts} lines are done, in {journal.file}"
+                print(f"ended: {kept}; the same command continues", file=sys.stderr)
             raise
+        _check_texts(next(before, {}), [], lines + 1, args)
     took = max(time.monotonic() - start, 1e-3)
-    speed = f"{number} line{'s' * (number != 1)} in {took:.1f} s ({number / took:.1f} per second)"
+    speed = f"{lines} line{'s' * (lines != 1)} in {took:.1f} s ({lines / took:.1f} per second)"
     print(speed, file=sys.stderr)
 
 
-def _translated(
+Chunk = dict[int, tuple[str, list[str]]]  # by index: a text and the lines to write for it
+
+
+def _translate(
     model: BatchTranslator,
     texts: list[str],
     first: int,
+    chunk: Chunk,
     options: Options,
     args: Namespace,
+    journal: Journal | None,
     bar: tqdm,
-) -> Iterator[str]:
-    """The lines to write for texts, of which the first one has the number ``first``."""
-    with quietly():
-        translations = model.translate_batch(
-            texts, args.source, args.target, options, lambda *_: bar.update()
-        )
-    for number, translation in enumerate(translations, first):
+) -> None:
+    """Add to ``chunk`` what it lacks of ``texts``; ``first`` is the number of the first line."""
+    long = []
+
+    def finish(index: int, translation: Translation) -> None:
+        number = first + index
+        chunk[index] = texts[index], list(_output_lines(number, translation, args))
+        if journal is not None:
+            journal.append((number, *chunk[index]))
         if translation.parts > 1 and not options.by_sentence:
-            with tqdm.external_write_mode(sys.stderr):
-                message = f"line {number} is long: translated in {translation.parts} parts"
-                print(message, file=sys.stderr)
-        yield from _output_lines(number, translation, args)
+            long.append((number, translation.parts))
+        bar.update()
+
+    with quietly():
+        direction = args.source, args.target
+        model.translate_batch(texts, *direction, options, finish, known=frozenset(chunk))
+    for number, parts in sorted(long):
+        with tqdm.external_write_mode(sys.stderr):
+            message = f"line {number} is long: translated in {parts} parts"
+            print(message, file=sys.stderr)
 
 
-Write = Callable[[list[str], list[str]], None]
+def _chunks(journal: Iterable, size: int) -> Iterator[Chunk]:
+    """The parts of a journal in chunks of ``size`` lines, of which the last one may be incomplete."""
+    for _, parts in itertools.groupby(journal, lambda part: (part[0] - 1) // size):
+        yield {(number - 1) % size: (text, lines) for number, text, lines in parts}
+
+
+def _check_texts(found: Chunk, texts: list[str], first: int, args: Namespace) -> None:
+    """Raise UsageError if what was found is of other text; ``first`` is the number of the first line."""
+    for index, (text, _) in sorted(found.items()):
+        if texts[index : index + 1] != [text]:
+            raise UsageError(
+                f"line {first + index} of standard input is not the one that {_partial(args.output)} "
+                "continues: delete that file to begin again"
+            )
 
 
 @contextmanager
 def _output(
-    args: Namespace, model: BatchTranslator
-) -> Iterator[tuple[Iterable[tuple[list[str], list[str]]], Write]]:
-    """Yield texts and lines that an interrupted command has left, and a function that writes more of them."""
+    args: Namespace, model: BatchTranslator, size: int
+) -> Iterator[tuple[Journal | None, TextIO | None]]:
+    """Yield a journal, of which the output is made at the end, or else a file to print to.
+
+    ``size`` is that of the journal's chunks.
+    """
     path = args.output
     if path is None:
         sys.stdout.reconfigure(encoding="utf-8")  # like the input, whatever the terminal's encoding
-        yield (), partial(_print, sys.stdout)
+        yield None, sys.stdout
         return
     if Path(path).is_dir():
         raise UsageError(f"--output {path}: it is a folder; expected a file's name")
@@ -228,15 +256,16 @@ def _output(
     called = f"--output {path}"
     if Path(path).exists() and not Path(path).is_file():  # a pipe or a device
         with whole_file(path, called) as name, open(name, "w", encoding="utf-8") as file:
-            yield (), partial(_print, file)
+            yield None, file
         return
     others = ("run", "command", "output")
     flags = {name: value for name, value in vars(args).items() if name not in others}
-    with Journal(_partial(path), [_digest(model), flags], called) as journal:
-        yield journal, lambda texts, lines: journal.append((texts, lines))
+    digests = [_digest(file) for file in _files(args, model)]
+    with Journal(_partial(path), [digests, flags, size], called) as journal:
+        yield journal, None
         with whole_file(path, called) as name, open(name, "w", encoding="utf-8") as file:
-            for texts, lines in journal:
-                _print(file, texts, lines)
+            for chunk in _chunks(journal, size):
+                _print(chunk, file)
         journal.finish()
 
 
@@ -245,18 +274,24 @@ def _partial(output: str) -> Path:
     return Path(f"{os.path.realpath(output)}.partial")
 
 
-def _print(file: TextIO, _texts: list[str], lines: list[str]) -> None:
-    file.write("".join(f"{line}\n" for line in lines))
+def _print(chunk: Chunk, file: TextIO) -> None:
+    for _, (_, lines) in sorted(chunk.items()):
+        file.write("".join(f"{line}\n" for line in lines))
     file.flush()
 
 
-def _digest(model: BatchTranslator) -> str:
-    """The identity of a model: a digest of the beginnings of its weights."""
-    digest = hashlib.sha256()
-    for each in model.models:
-        for weight in each.parameters():
-            digest.update(weight.detach().flatten()[:64].double().cpu().numpy().tobytes())
-    return digest.hexdigest()
+def _files(args: Namespace, model: BatchTranslator) -> Iterator[Path]:
+    """What translations depend on besides flags and text."""
+    for run in args.path:
+        yield from files_of(checkpoint_of(run))
+    data = split_paths(model.translator.cfg.task.data)[0]
+    yield from sorted(Path(data).glob("dict.*"))
+    yield from filter(None, (subwords_of(data), args.shortlist and Path(args.shortlist)))
+
+
+def _digest(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _output_lines(line: int, translation: Translation, args: Namespace) -> Iterator[str]:

@@ -38,12 +38,19 @@ def checkpoint_of(run: Path | str, name: str | None = None) -> Path:
     run = Path(run)
     is_folder, names = run.is_dir(), (name,) if name else _NAMES
     for file in [run / each for each in names] if is_folder else [run]:
-        if os.path.lexists(file) or any(file.parent.glob(f"{glob.escape(file.stem)}-rank-*.pt")):
+        if files_of(file):
             return file  # its reader names a file or set that cannot be read
     problem = f"has no {' or '.join(names)}" if is_folder else "is missing"
     advice = "; a folder of transformers has a config.json, and smoe import converts it"
     advice *= any((run / name).exists() for name in ("config.json", "tokenizer_config.json"))
     raise UsageError(f"{run} {problem}: expected the folder of a run, or a checkpoint{advice}")
+
+
+def files_of(checkpoint: Path) -> list[Path]:
+    """The file, or else those of its ranks, ``checkpoint_best-rank-0.pt`` and so on; empty without any."""
+    if os.path.lexists(checkpoint):
+        return [checkpoint]
+    return sorted(checkpoint.parent.glob(f"{glob.escape(checkpoint.stem)}-rank-*.pt"))
 
 
 def data_of(checkpoint: Path, saved: str, data: Path | str | None = None) -> str:

@@ -3,7 +3,7 @@
 import copy
 import itertools
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -213,6 +213,7 @@ class BatchTranslator:
         options: Options = Options(),
         done: Callable[[int, Translation], None] = lambda number, translation: None,
         prefixes: Sequence[Sequence[int]] | None = None,
+        known: Set[int] = frozenset(),
     ) -> list[Translation]:
         """Translations in the order of the texts; those of texts without words are empty.
 
@@ -224,6 +225,8 @@ class BatchTranslator:
             source, target: languages; optional if only one direction is possible.
             done: called with the index and the translation of each text, the longest texts first.
             prefixes: first tokens of each translation, in place of ``options.prefix``.
+            known: indices of texts that need no translation: theirs are None. The others have the same
+                batches, and so the same translations, as without ``known``.
 
         Raises:
             UsageError: the direction is unknown or ambiguous, or a text is not a string.
@@ -245,14 +248,18 @@ class BatchTranslator:
             results[text] = joined(texts[text], found[text], gaps, options.nbest, options.lenpen)
             done(text, results[text])
 
-        for text in (number for number, (parts, _) in enumerate(divided) if not parts):
-            join(text)
+        for text, (parts, _) in enumerate(divided):
+            if not parts and text not in known:
+                join(text)
         flat, begins = [divided[t][0][p] for t, p in places], [not part for _, part in places]
-        for batch, translations in self._translate(task, flat, begins, options, prefixes):
+        # fairseq's sampling of a batch depends on the batches before it.
+        skipped = frozenset() if options.sampling and not self.ours else known
+        needless = {index for index, (text, _) in enumerate(places) if text in skipped}
+        for batch, translations in self._translate(task, flat, begins, options, prefixes, needless):
             for index, translation in zip(batch, translations, strict=True):
                 text, part = places[index]
                 found[text][part] = translation
-                if None not in found[text]:
+                if None not in found[text] and text not in known:
                     join(text)
         return results
 
@@ -279,12 +286,19 @@ class BatchTranslator:
         return list(itertools.chain(*divided)), [*itertools.chain(*within), gaps[-1]]
 
     def _translate(
-        self, task, texts: list[str], begins: list[bool], options: Options, prefixes: list | None
+        self,
+        task,
+        texts: list[str],
+        begins: list[bool],
+        options: Options,
+        prefixes: list | None,
+        needless: Set[int],
     ) -> Iterator[tuple[list[int], list[Translation]]]:
         """Indices and translations of each batch.
 
         Args:
             begins: whether each text is the first part of a whole one.
+            needless: indices; batches of these alone are left out.
         """
         ids = [encoded(self.translator, text, task.source_dictionary) for text in texts]
         if not ids:
@@ -316,7 +330,8 @@ class BatchTranslator:
 
         share = max(_FEW_TOKENS, int(lengths.sum()) // max(self.threads, 1))
         limit = min(share, self.max_tokens // max(self.threads, 1))
-        batches = list(by_length(lengths.tolist(), limit, self.max_sentences))
+        batches = by_length(lengths.tolist(), limit, self.max_sentences)
+        batches = [batch for batch in batches if not needless.issuperset(batch)]
         threads = min(self.threads, len(batches))
         self.searches |= {search} if self.ours else set()
         try:

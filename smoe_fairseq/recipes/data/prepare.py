@@ -27,6 +27,9 @@ from smoe_fairseq.recipes.program_flags import FAIRSEQ_POSITIONS, arguments
 
 # In the folder of binarised text: what it was made of, see `_origin`.
 _RECORD = "preparation.json"
+_UNFINISHED = (
+    "unfinished.json"  # until the folder is complete: what it will be made of, see `_made_of`
+)
 _END = 2**16  # bytes of a file's beginning and end in its digest
 
 
@@ -98,6 +101,14 @@ def _changed(dataset: Dataset, folders: Folders, flags: Sequence[str]) -> str | 
     return None
 
 
+def _made_of(dataset: Dataset, folders: Folders, flags: Sequence[str], text: Path) -> dict:
+    """`_origin` and the times of all files, with which alone an interrupted preparation continues."""
+    given = filter(None, (text, dataset.settings.raw, source_of(dataset)))
+    times = {str(f): f.stat().st_mtime_ns for place in given for f in _files(Path(place))}
+    made_of = _origin(dataset, folders, flags, text) | {"times": times}
+    return json.loads(json.dumps(made_of))  # as it is read
+
+
 def _origin(
     dataset: Dataset, folders: Folders, flags: Sequence[str], gathered: Path | None = None
 ) -> dict[str, dict]:
@@ -112,23 +123,28 @@ def _origin(
     text = {"raw/": _digests(gathered or folders.raw)}
     if source := dataset.settings.raw:
         text["RAW"] = _digests(source)
-    return json.loads(json.dumps({"settings": settings, "text": text}))  # as it is read
+    return {"settings": settings, "text": text}
 
 
 def _digests(source: Path) -> dict[str, str]:
     """A digest of each file's size, beginning and end, by its path in ``source``, which may be a file."""
     digests = {}
-    for path in [source] if source.is_file() else source.rglob("*"):
-        if path.is_file():
-            with open(path, "rb") as file:
-                size = file.seek(0, os.SEEK_END)
-                file.seek(max(0, size - _END))
-                ends = file.read()
-                file.seek(0)
-                content = str(size).encode() + ends + file.read(_END)
-            name = path.name if path == source else str(path.relative_to(source))
-            digests[name] = hashlib.sha256(content).hexdigest()
+    for path in _files(source):
+        with open(path, "rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - _END))
+            ends = file.read()
+            file.seek(0)
+            content = str(size).encode() + ends + file.read(_END)
+        name = path.name if path == source else str(path.relative_to(source))
+        digests[name] = hashlib.sha256(content).hexdigest()
     return digests
+
+
+def _files(source: Path) -> list[Path]:
+    """A file itself, or the files of a folder."""
+    paths = [source] if source.is_file() else source.rglob("*")
+    return [path for path in paths if path.is_file()]
 
 
 def _prepare(dataset: Dataset, folders: Folders, flags: Sequence[str]) -> None:
@@ -154,9 +170,9 @@ def _prepare(dataset: Dataset, folders: Folders, flags: Sequence[str]) -> None:
         raw.check_settings(dataset, folders.raw)
     partial, replacing = (Path(f"{path}{PARTIAL}") for path in (folders.binary, folders.raw))
     text, tested = replacing if replacing.exists() else folders.raw, dataset.pairs
-    record = partial / _RECORD
+    record = partial / _UNFINISHED
     continues = not dry_run and record.exists()
-    continues = continues and read_json(record) == _origin(dataset, folders, flags, text)
+    continues = continues and read_json(record) == _made_of(dataset, folders, flags, text)
     try:
         if continues:
             print(f"# {dataset.name}: an interrupted preparation continues", flush=True)
@@ -174,8 +190,8 @@ def _prepare(dataset: Dataset, folders: Folders, flags: Sequence[str]) -> None:
             warn(f"{text}/test.{pair}.* is missing: {pair} will not be scored")
         if not (dry_run or continues):
             partial.mkdir()
-            origin = _origin(dataset, folders, flags, text)
-            files.write_whole(record, json.dumps(origin, indent=2) + "\n")
+            made_of = _made_of(dataset, folders, flags, text)
+            files.write_whole(record, json.dumps(made_of) + "\n")
         run(_binarised(dataset, folders, text, partial, flags), dataset.settings)
     finally:  # what is complete is kept for the next attempt
         if not dry_run and not (partial / "spm.model").exists():
@@ -256,6 +272,10 @@ def _binarised(
         yield command("rm", "-rf", folders.raw)
         yield command("mv", raw_text, folders.raw)
     yield command("rm", "-rf", text, folders.binary)
+    if not dataset.settings.dry_run:
+        origin = _origin(dataset, folders, flags)
+        files.write_whole(partial / _RECORD, json.dumps(origin, indent=2) + "\n")
+        (partial / _UNFINISHED).unlink()
     yield command("mv", partial, folders.binary)
 
 

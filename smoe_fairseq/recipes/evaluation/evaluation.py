@@ -22,6 +22,7 @@ from smoe_fairseq.recipes.program_flags import Flags, arguments
 from smoe_fairseq.recipes.training.train import data_arguments
 
 FILE = "evaluation.json"
+UNFINISHED = "unfinished.jsonl"  # in a direction's folder, see `translations.Job`
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,7 @@ class Evaluation:
             self.reference(direction),
             self.partial / f"{direction}.txt",
             self.generated(direction),
-            self.generated(direction).with_name("unfinished.jsonl"),
+            self.generated(direction).with_name(UNFINISHED),
         )
 
     def scoring(self, direction: str) -> list[str]:
@@ -169,7 +170,8 @@ class Evaluation:
     def finish(self, scored: dict[str, scores.Score]) -> None:
         """Replace an earlier evaluation, which is kept if the disk is full."""
         self.save(scored, self.folder)
-        (self.partial / scores.FILE).unlink(missing_ok=True)
+        for file in (self.partial / scores.FILE, *self.partial.glob(f"*/{UNFINISHED}")):
+            file.unlink(missing_ok=True)
         shutil.rmtree(self.complete, ignore_errors=True)
         os.replace(self.partial, self.complete)
 

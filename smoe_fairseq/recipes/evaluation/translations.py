@@ -145,22 +145,15 @@ class Model:
             job.generated.parent.mkdir(parents=True, exist_ok=True)
             with Journal(job.unfinished) as journal:
                 found: dict[int, Hypotheses] = dict(journal)
-                left = [number for number in range(len(texts)) if number not in found]
                 done(len(found))
 
-                def finish(index: int, translation: "Translation") -> None:
-                    hypotheses = [(h.score, h.text, h.scores) for h in translation.hypotheses]
-                    found[left[index]] = hypotheses
-                    journal.append((left[index], hypotheses))
+                def finish(number: int, translation: "Translation") -> None:
+                    found[number] = [(h.score, h.text, h.scores) for h in translation.hypotheses]
+                    journal.append((number, found[number]))
                     done(1)
 
                 self.loaded.translate_batch(
-                    [texts[number] for number in left],
-                    source,
-                    target,
-                    options,
-                    finish,
-                    prefixes and [prefixes[number] for number in left],
+                    texts, source, target, options, finish, prefixes, known=frozenset(found)
                 )
         lines = (
             line
