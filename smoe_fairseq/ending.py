@@ -43,13 +43,33 @@ def _exit(number: int, _frame) -> None:
 
 
 @contextmanager
-def deferring_signals() -> Iterator[None]:
-    """Have the signals of `ENDING` take effect when the context ends; only in the main thread."""
-    received: list[int] = []
-    before = {n: signal.signal(n, lambda number, _: received.append(number)) for n in ENDING}
+def ended_by_signals() -> Iterator[None]:
+    """Signals of `ENDING` end this process at once, also in a long call of a library; nothing is removed."""
+    ours = threading.current_thread() is threading.main_thread()
+    before = {n: signal.getsignal(n) for n in ENDING if ours}
+    for number in before:
+        if before[number] is not signal.SIG_IGN:
+            signal.signal(number, signal.SIG_DFL)
     try:
         yield
     finally:
+        for number, action in before.items():
+            signal.signal(number, action)
+
+
+@contextmanager
+def deferring_signals() -> Iterator[None]:
+    """Have the signals of `ENDING` take effect when the context ends; only in the main thread.
+
+    A process that starts in the context never receives SIGINT: Ctrl-C is for the parent, which ends it.
+    """
+    received: list[int] = []
+    before = {n: signal.signal(n, lambda number, _: received.append(number)) for n in ENDING}
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # is inherited
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         for number, action in before.items():
             signal.signal(number, action)
         for number in received:

@@ -1,6 +1,7 @@
 """Text in every format, cleaned, split and checked; and subwords that do not change it."""
 
 import bz2
+import csv
 import gzip
 import json
 import lzma
@@ -22,6 +23,7 @@ from test_recipes import write_dataset, write_text
 from smoe_fairseq.cli import main
 from smoe_fairseq.errors import UsageError
 from smoe_fairseq.recipes.data import readers
+from smoe_fairseq.recipes.data.checks import TESTS
 from smoe_fairseq.recipes.data.finding import find, hash_position
 from smoe_fairseq.recipes.data.normalization import plain
 from smoe_fairseq.recipes.data.raw import gather
@@ -321,6 +323,20 @@ def lines_of_pairs(prefix: Path) -> list[tuple[str, str]]:
     pairs = [*zip(*sides, strict=True)]
     assert pairs == [(a, a.replace("en", "ha")) for a, _ in pairs]
     return pairs
+
+
+def test_line_breaks_in_quoted_cells(tmp_path):
+    """As Python's csv module writes and reads them."""
+    cells = [("a", "b"), ("one\ntwo", "c"), ("d", "one\n\ntwo"), ("x\ny", 'z "q"\n"w"'), ("e", "f")]
+    with open(tmp_path / "train.tsv", "w", newline="") as file:
+        csv.writer(file, "excel-tab", lineterminator="\n").writerows([("en", "ha"), *cells])
+    files = dict.fromkeys(("en", "ha"), tmp_path / "train.tsv")
+    read = [tuple(side.split() for side in pair) for pair in readers.pairs(files)]
+    assert read == [tuple(side.split() for side in pair) for pair in cells]
+    for end in ('a\t"b\nc\n', '"a\nb\n', '"a\nb"\tc\td\n', 'a\t"b\nc"d\n'):
+        (tmp_path / "train.tsv").write_text(f"en\tha\n{end}")
+        with pytest.raises(UsageError, match=r"train.tsv, line [23]\b"):
+            [*readers.pairs(files)]
 
 
 def test_quotes_of_a_spreadsheet(tmp_path, dataset):
@@ -703,7 +719,7 @@ def test_the_table_tells_what_is_odd(tmp_path):
         if line.startswith(("| pair", "| en-fr"))
     )
     found = dict(zip(header, row, strict=True))
-    assert found["tests in training"].startswith("12 / 12 / 12") and "overlap: drop" in done.stderr
+    assert found[TESTS].startswith("12 / 12 / 12") and "overlap: drop" in done.stderr
     assert found["read"] == "314" and found["best chrF++"] == "100.0"
     block = yaml.safe_load(done.stderr[done.stderr.index("\nclean:") :])
     assert block == {"clean": {"overlap": "drop", "quotes": "strip"}}

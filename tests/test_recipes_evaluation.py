@@ -24,6 +24,7 @@ from sampling import soak
 from test_full_disk import tree
 from test_recipes import ROOT, recipe, refusal, surroundings, table, write_dataset
 
+from smoe_fairseq import locks
 from smoe_fairseq.journal import Journal
 from smoe_fairseq.recipes.datasets import load_dataset
 from smoe_fairseq.recipes.evaluation import scores
@@ -315,6 +316,19 @@ def test_a_trained_run_is_not_trained_again(tiny, unevaluated):
 
 
 # Interruption
+
+
+def test_a_run_whose_best_checkpoint_is_still_to_come(unevaluated):
+    run = unevaluated / "runs/tiny/smoe-2-2"
+    (run / "checkpoint_best.pt").unlink()
+    ended = refusal(evaluate_again(unevaluated))
+    locks.lock_folder(run)
+    trained = refusal(evaluate_again(unevaluated))
+    locks.unlock_folder(run)
+    assert all(
+        "checkpoint_best.pt" in said and "--checkpoint last" in said for said in (ended, trained)
+    )
+    assert ended != trained
 
 
 def start_evaluation(folder: Path, runs: str, *flags: str, **given: str) -> subprocess.Popen:

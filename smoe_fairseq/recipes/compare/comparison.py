@@ -72,7 +72,14 @@ def comparison(dataset: Dataset, first: str, second: str, metric: str = scores.B
             rows[-1].append(number(permutation_p(*points), digits=4))
     names = [f"{name}, mean of {len(s.runs)}" if several else name for name, s in systems.items()]
     header = ["direction", *names, "difference", "p (sentences)" if several else "p"]
-    notes = [f"paired bootstrap, {SAMPLES} samples: the difference is significant where p < 0.05"]
+    notes = []
+    for run, scored in (one.runs | other.runs).items():
+        if odd := [d for d in common if scored[d].has_odd_length]:
+            how = "endless or cut short, so that the difference says little"
+            notes.append(f"{run}: the translations of {', '.join(odd)} seem {how}")
+    notes.append(
+        f"paired bootstrap, {SAMPLES} samples: the difference is significant where p < 0.05"
+    )
     if several:
         header.append("p (seeds)")
         points = [system.points(common) for system in systems.values()]
@@ -85,10 +92,7 @@ def comparison(dataset: Dataset, first: str, second: str, metric: str = scores.B
     counts = {d: len(scores.lines_of(test_file(dataset, d, d.split("-")[1]))) for d in common}
     if few := [f"{count} of {d}" for d, count in counts.items() if count < FEW]:
         notes.append(f"p is unreliable for so few test sentences ({', '.join(few)})")
-    for run, scored in (one.runs | other.runs).items():
-        if odd := [d for d in common if scored[d].has_odd_length]:
-            how = "endless or cut short, so that the difference says little"
-            notes.append(f"{run}: the translations of {', '.join(odd)} seem {how}")
+    for run in (*one.runs, *other.runs):
         notes += [*outdated_notes(dataset, run), *scores.search_notes(dataset, run)]
     return Grid(header, rows, notes)
 
@@ -188,11 +192,15 @@ def _row(points: Sequence[Sequence[float]], p: float | None) -> list[str]:
 
 def _bootstrap(
     dataset: Dataset, direction: str, first: _System, second: _System, metric: str
-) -> float:
+) -> float | None:
+    """The p-value; None for scores that are equal to two decimals."""
     files = [system.translations(direction) for system in (first, second)]
     if scores.METRICS.get(metric) is None:
         lines = ([scores.numbers_of_lines(file, metric) for file in of_runs] for of_runs in files)
         return mean_p_value(*(np.mean(of_runs, axis=0) for of_runs in lines))
+    means = (statistics.fmean(system.points([direction])) for system in (first, second))
+    if abs(next(means) - next(means)) < 0.005:
+        return None
     language = direction.split("-")[1]
     reference = test_file(dataset, direction, language)
     references = scores.lines_of(reference)

@@ -28,14 +28,14 @@ from smoe_fairseq.recipes.program_flags import FAIRSEQ_POSITIONS
 from smoe_fairseq.subwords import read_subwords
 
 REACHABLE = 99.9  # chrF++ below which subwords change too much
+TESTS = "tests in training: source / target / pair / other pairs"
 _SHOWN = 20  # faults that are printed
 _LEGEND = f"""
 read, kept: pairs of the training text, before and after cleaning; empty: a side is empty;
 repeated: an earlier pair is the same; equal: both sides are the same; over 1:{MAX_RATIO}: one side has more
 than {MAX_RATIO} times the words of the other; too long: longer than the model allows, never trained on;
-tests in training: test sentences that are also in the training text, on the source side / on the
-target side / as a pair / in other pairs; unknown: tokens without a subword; best BLEU, best chrF++:
-the highest scores that are possible with these subwords"""
+tests in training: test sentences that are also in the training text; unknown: tokens without a
+subword; best BLEU, best chrF++: the highest scores that are possible with these subwords"""
 
 
 @dataclass
@@ -50,12 +50,12 @@ class Row:
     chrf: float | None = None
 
 
-def print_checks(dataset: Dataset, workers: int = 1) -> None:
-    """Print a row for each pair of a prepared data set, and advice on each problem."""
+def print_checks(dataset: Dataset, binary: Path, workers: int = 1) -> None:
+    """Print a row for each pair whose text was binarised in ``binary``, and advice on each problem."""
     folders = Folders(dataset)
     files = (file for pair in dataset.pairs for file in folders.texts("train", pair).values())
     size = sum(file.stat().st_size for file in files)
-    with parallel_map(functools.partial(_row, dataset, folders), workers, size) as apply:
+    with parallel_map(functools.partial(_row, dataset, folders, binary), workers, size) as apply:
         rows = list(apply(dataset.pairs))
     for row in rows:
         seen = set().union(*(other.seen for other in rows if other is not row))
@@ -91,7 +91,7 @@ def _tests(folders: Folders, pair: str) -> set[tuple[str, str]]:
     return {(lang, line) for lang in files for line in readers.lines(files[lang]) if line}
 
 
-def _row(dataset: Dataset, folders: Folders, pair: str) -> Row:
+def _row(dataset: Dataset, folders: Folders, binary: Path, pair: str) -> Row:
     languages = pair.split("-")
     training, testing = (folders.texts(split, pair) for split in ("train", "test"))
     tested = all(file.exists() for file in testing.values())
@@ -113,8 +113,8 @@ def _row(dataset: Dataset, folders: Folders, pair: str) -> Row:
     counts["marked tests"] = sum("\u2581" in source + target for source, target in tests)
     counts["empty tests"] = sum(not (source and target) for source, target in tests)
     row.leaked = {side: len(texts) for side, texts in faults.leaked.items()}
-    counts.update(_binarised(dataset, folders.binary, pair))
-    model = read_subwords(folders.binary / "spm.model")
+    counts.update(_binarised(dataset, binary, pair))
+    model = read_subwords(binary / "spm.model")
     for language, text in zip(languages, zip(*tests)):
         bleu, chrf = reachable(model, [*text], tokenizer_of(dataset.sacrebleu, language))
         if row.chrf is None or chrf < row.chrf:
@@ -166,7 +166,7 @@ def reachable(model, lines: list[str], tokenizer: str) -> tuple[float, float]:
 def _table(rows: list[Row]) -> str:
     """The table, and what its columns mean."""
     header = ["pair", "read", "kept", "empty", "repeated", "equal", f"over 1:{MAX_RATIO}"]
-    header += ["too long", "tests in training", "unknown", "best BLEU", "best chrF++"]
+    header += ["too long", TESTS, "unknown", "best BLEU", "best chrF++"]
     body = []
     for row in rows:
         names = ("read", "kept", "empty", "repeated", "equal", "max-ratio", "too long")

@@ -193,11 +193,14 @@ def _prepare(dataset: Dataset, folders: Folders, flags: Sequence[str]) -> None:
             made_of = _made_of(dataset, folders, flags, text)
             files.write_whole(record, json.dumps(made_of) + "\n")
         run(_binarised(dataset, folders, text, partial, flags), dataset.settings)
+        run(_replaced(dataset, folders, text, partial, flags), dataset.settings)
+    except SystemExit as ended:
+        if ended.code >= 128:
+            print("# ended by a signal; the same command continues", flush=True)
+        raise
     finally:  # what is complete is kept for the next attempt
         if not dry_run and not (partial / "spm.model").exists():
             _remove(partial, replacing)
-    if not dry_run:
-        print_checks(dataset, _workers(dataset))
 
 
 def _remove(*folders: Path) -> None:
@@ -268,10 +271,18 @@ def _binarised(
     yield Step("encode", partial / "spm.model", raw_text, text, shards=dataset.shards, **options)
     yield f"# {dataset.name}: binarise; one set of files serves both directions of a pair"
     yield Step("binarise", dataset, text, partial / "dict.txt", partial, workers=_workers(dataset))
+
+
+def _replaced(
+    dataset: Dataset, folders: Folders, raw_text: Path, partial: Path, flags: Sequence[str]
+) -> Iterator[str]:
+    """Put what is complete in the place of what was there."""
     if raw_text != folders.raw:
         yield command("rm", "-rf", folders.raw)
         yield command("mv", raw_text, folders.raw)
-    yield command("rm", "-rf", text, folders.binary)
+    if not dataset.settings.dry_run:
+        print_checks(dataset, partial, _workers(dataset))
+    yield command("rm", "-rf", partial / "text", folders.binary)
     if not dataset.settings.dry_run:
         origin = _origin(dataset, folders, flags)
         files.write_whole(partial / _RECORD, json.dumps(origin, indent=2) + "\n")

@@ -20,7 +20,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from itertools import zip_longest
+from itertools import chain, zip_longest
 from pathlib import Path
 from typing import IO, Any
 
@@ -248,10 +248,7 @@ def _aligned(first: Path, second: Path) -> Iterator[Pair]:
 
 def _tab_separated(path: Path, languages: Languages) -> Iterator[Pair]:
     columns, places, quoted = 0, None, False
-    for number, line in enumerate(lines(path), 1):
-        if not line:
-            continue
-        cells = line.split("\t")
+    for number, cells in _rows(path):
         if places is None:
             columns = len(cells)
             names = tuple(unquoted(cell).strip(' "') for cell in cells)
@@ -271,10 +268,37 @@ def _tab_separated(path: Path, languages: Languages) -> Iterator[Pair]:
                 raise UsageError(f"{path}, line 1: expected {expected}, or {name}")
             places, quoted = named, False
         if len(cells) != columns:
-            split = "; a quoted cell with a line break? put it on one line" * ('"' in line)
-            found = f"expected {columns} columns, as in line 1, not {len(cells)}{split}"
+            found = f"expected {columns} columns, as in line 1, not {len(cells)}"
             raise UsageError(f"{path}, line {number}: {found}")
         yield tuple(unquoted(cells[i]) if quoted else cells[i] for i in places)
+
+
+def _rows(path: Path) -> Iterator[tuple[int, list[str]]]:
+    """The number of each line that is not empty, and its cells.
+
+    A quoted cell may have line breaks, which become blanks. A last cell whose quote is open is joined with
+    the lines that follow, if that closes it and no row gets more cells than the first line has.
+    """
+    columns, held = 0, []
+    for number, line in chain(enumerate(lines(path), 1), [(0, None)]):
+        held += [(number, line)] if number else []
+        while held:
+            cells = "\n".join(line for _, line in held).split("\t")
+            columns = columns or len(cells)
+            broken = [cell for cell in cells if "\n" in cell]
+            is_open = cells[-1].startswith('"') and cells[-1].count('"') % 2 == 1
+            if is_open and len(cells) <= columns and number and len(held) < 100:
+                break
+            if len(cells) > columns and broken or any(unquoted(cell) == cell for cell in broken):
+                rest, cells = held[1:], held[0][1].split("\t")
+            else:
+                rest = []
+            if cells != [""]:
+                yield (
+                    held[0][0],
+                    [unquoted(c).replace("\n", " ") if "\n" in c else c for c in cells],
+                )
+            held = rest
 
 
 _ROLES = {"source", "target", "src", "tgt"}  # names of columns that do not tell the language

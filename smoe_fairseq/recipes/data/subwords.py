@@ -14,6 +14,7 @@ from pathlib import Path
 import regex
 import sentencepiece
 
+from smoe_fairseq.ending import ended_by_signals
 from smoe_fairseq.errors import UsageError
 from smoe_fairseq.files import refuse_existing, whole_files, whole_folder, write_whole
 from smoe_fairseq.flags import positive
@@ -122,12 +123,13 @@ def learn_from(
     raw = files[0] if len(files) == 1 else files[0].parent
     _check_memory(raw, files, options)
     model = io.BytesIO()
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, ended_by_signals():
         rules = _rules(normalization, Path(folder), output)
         whole = (line for file in files for line in readers.lines(file))
         lines = (part for line in whole for part in _divided(line))
         if (first := next(filter(str.strip, lines), None)) is None:
             raise UsageError(f"{raw} has no text to learn from")
+        sentencepiece.set_random_generator_seed(1)  # for the draw of --input-sentence-size
         try:
             sentencepiece.SentencePieceTrainer.train(
                 sentence_iterator=itertools.chain([first], lines),
@@ -139,8 +141,6 @@ def learn_from(
                 **options,
             )
         except (RuntimeError, ValueError, OverflowError) as error:
-            if ended := re.search(r"SystemExit: (\d+)", str(error)):  # a signal in our iterator
-                raise SystemExit(int(ended[1])) from None
             options |= {"user_defined_symbols": list(user_defined_symbols) or None}
             raise _cannot_learn(raw, options, str(error)) from None
     # The model notes the path of its rules: the same text gives the same file.

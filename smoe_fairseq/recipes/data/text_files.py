@@ -2,7 +2,6 @@
 
 import multiprocessing
 import os
-import signal
 import sys
 import threading
 import time
@@ -182,7 +181,6 @@ def workers_for(make: Callable, *arguments: Any, count: int) -> Iterator[Callabl
 
 def _start_worker(make: Callable, *arguments: Any) -> None:
     global _function
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C also reaches the parent, which ends us
     threading.Thread(target=_end_with_parent, daemon=True).start()
     _function = make(*arguments)
 

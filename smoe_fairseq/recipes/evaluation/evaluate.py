@@ -144,6 +144,10 @@ def plan(dataset: Dataset, method: str, flags: Sequence[str], which: str) -> Eva
         advice = f"run scripts/train.sh {dataset.name} {method}{seed}"
         if any(folder.glob("checkpoint_last*.pt")):
             advice = "give --checkpoint last for the last one"
+            try:
+                locks.check_free(folder)
+            except locks.InUse:
+                advice = f"training still runs: wait, or {advice}"
         raise UsageError(f"{checkpoint} is missing: {advice}")
     if not dataset.settings.dry_run and not before:
         identity.check(folder, method, seed_of(dataset), folders.binary)
