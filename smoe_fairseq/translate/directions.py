@@ -34,10 +34,13 @@ def check_languages(run, task, given: Mapping[str, str], data: str) -> dict[str,
 
     Raises UsageError if it has another direction, or ``data`` no dictionary of a language.
     """
-    files, found = Path(split_paths(data)[0]).glob("dict.*.txt"), {}
-    languages = sorted(file.name[len("dict.") : -len(".txt")] for file in files)
+    folder, found = Path(split_paths(data)[0]), {}
+    languages = sorted(file.name[len("dict.") : -len(".txt")] for file in folder.glob("dict.*.txt"))
+    names = {file.name.split(".")[1] for file in folder.glob("*.*-*.*.idx")}  # train.en-de.en.idx
+    pair = [*names][0].split("-") if len(names) == 1 else ()  # fairseq infers it likewise
+    inferred = dict(zip(given, pair)) if len(pair) == len(given) == 2 else {}
     for name, lang in given.items():
-        trained = getattr(task, name, None)
+        trained = getattr(task, name, None) or inferred.get(name)
         names = _meant(lang, [trained] if trained else languages)
         if len(names) != 1 or names[0] not in languages:
             expected = trained or ", ".join(names or languages)
