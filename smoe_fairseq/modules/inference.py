@@ -81,7 +81,7 @@ def best_experts(gate: Gate, h_TD: Tensor) -> "tuple[np.ndarray, np.ndarray]":
     weight_TK = score_TE[row_T[:, None], expert_TK]
     if gate.normalization != "none":
         sum_T1 = weight_TK.sum(1, keepdims=True)
-        weight_TK /= np.maximum(sum_T1, np.finfo(np.float32).eps)
+        weight_TK /= np.maximum(sum_T1, np.finfo(np.float32).tiny)
     return expert_TK, weight_TK
 
 

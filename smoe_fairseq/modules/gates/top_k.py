@@ -197,4 +197,4 @@ class TopKGate(LinearGate):
 
 
 def normalize(weight_TK: Tensor) -> Tensor:
-    return weight_TK / weight_TK.sum(1, keepdim=True).clamp(min=torch.finfo(weight_TK.dtype).eps)
+    return weight_TK / weight_TK.sum(1, keepdim=True).clamp(min=torch.finfo(weight_TK.dtype).tiny)
