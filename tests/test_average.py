@@ -117,6 +117,11 @@ def test_the_newest_of_a_folder(run_of_one, tmp_path, capsys):
     ask = ("average", folder, "--last", 2, "--by")
     call(*ask, "epoch", "--output", tmp_path / "epochs.pt")
     assert_is_mean(tmp_path / "epochs.pt", [load(folder / n)["model"] for n in names((1, 2))])
+    for update in (7, 9):  # of a training before this one
+        shutil.copy(folder / names((2,))[0], folder / names((update,))[0])
+    assert names((9,))[0] in refusal(*ask, "update", "--output", tmp_path / "x.pt")
+    for update in (7, 9):
+        (folder / names((update,))[0]).unlink()
     call(*ask, "update", "--output", tmp_path / "updates.pt")
     assert_is_mean(tmp_path / "updates.pt", [load(folder / n)["model"] for n in names((3, 4))])
 

@@ -233,4 +233,13 @@ def _newest(folder: Path, last: int, by: str | None) -> list[Path]:
             "--save-interval-updates and --no-epoch-checkpoints of fairseq-train (files of "
             "--checkpoint-suffix do not count)"
         )
-    return [files[by][number] for number in sorted(files[by])[-last:]]
+    *_, second, newest = numbers = sorted(files[by])
+    end, updates = folder / "checkpoint_last.pt", second  # it is behind by one while it is written
+    with suppress(UsageError, OSError, LookupError):  # it is missing, or keeps the weights alone
+        updates = reading.open_checkpoint(end)["optimizer_history"][-1]["num_updates"]
+    if by == "update" and updates < second:
+        raise UsageError(
+            f"{files[by][newest]} is of another training than {end}, which has {updates} updates: name "
+            "the files to average"
+        )
+    return [files[by][number] for number in numbers[-last:]]
