@@ -158,6 +158,14 @@ def test_a_forked_process_translates_on_one_thread(model):
         torch.set_num_threads(before)
 
 
+def test_texts_that_are_no_list(model):
+    direction = {"source_lang": "fr", "target_lang": "en"}
+    for texts in ({"a": "1 2"}, {"1 2", "3"}, [7], None, ["\ud800"]):
+        for options in ({}, {"verbose": True}):
+            with pytest.raises((UsageError, TypeError)):
+                model.translate(texts, **direction, **options)
+
+
 def test_directions(model):
     for words, sentence in (
         ({}, "source_lang=None, target_lang=None: several directions are possible"),

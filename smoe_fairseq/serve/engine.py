@@ -20,7 +20,7 @@ from smoe_fairseq.models.transformer import moe_blocks
 from smoe_fairseq.translate.directions import is_multilingual
 from smoe_fairseq.translate.readout import Readout, Translation
 from smoe_fairseq.translate.sentences import join_sentences, split_sentences
-from smoe_fairseq.translate.text import BatchTranslator, Options, check_texts
+from smoe_fairseq.translate.text import BatchTranslator, Options, checked_texts
 
 MAX_BEAM = 20
 MAX_TEXTS = 64
@@ -99,7 +99,7 @@ def read(body: bytes, max_texts: int = MAX_TEXTS) -> tuple[Texts, Search]:
     if (text is None) == (texts is None):
         raise UsageError('expected either "text", a string, or "texts", a list of strings')
     texts = [text] if texts is None else texts
-    check_texts(texts)
+    checked_texts(texts)
     divided, kind = Texts(texts, texts), "texts"
     if request.pop("sentences", False):
         sentences, gaps = zip(*map(split_sentences, texts)) if texts else ((), ())

@@ -24,7 +24,7 @@ from smoe_fairseq.modules.torch_features import without_default_device
 from smoe_fairseq.subwords import CODES, SubwordNMT, checked_subwords
 from smoe_fairseq.translate.directions import MULTILINGUAL, check_languages, task_for, task_name
 from smoe_fairseq.translate.readout import Readout, Translation
-from smoe_fairseq.translate.text import BatchTranslator, Options, check_texts
+from smoe_fairseq.translate.text import BatchTranslator, Options, checked_texts
 
 _NAMES = ("checkpoint_best.pt", "checkpoint_last.pt")
 
@@ -310,13 +310,13 @@ class Translator(TrainedModel):
                 raise UsageError(
                     f"{unused[0]}: expected it without verbose and options of fairseq alone"
                 )
-            return self._by_fairseq(list(sentences), beam, verbose, **direction, **options)
+            return self._by_fairseq(sentences, beam, verbose, **direction, **options)
         results = self.translations(sentences, beam, **direction, int8=int8, **options)
         return [each.hypotheses[0].text for each in results]
 
     def _by_fairseq(self, sentences, beam, verbose, source_lang, target_lang, **options):
         """Translations by fairseq's search, with the text as in `translations`."""
-        check_texts(sentences)
+        sentences = checked_texts(sentences)
         beam = Options(beam=self.cfg.generation.beam if beam is None else beam).beam
         source, target = source_lang or self.source_lang, target_lang or self.target_lang
         readout = Readout(self, self.models, self.task_for(source, target))

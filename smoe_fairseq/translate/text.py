@@ -3,7 +3,7 @@
 import copy
 import itertools
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -46,13 +46,21 @@ def by_length(
         yield batch
 
 
-def check_texts(texts: Iterable) -> None:
-    """Raise UsageError if one is not a string, or has half of a surrogate pair, such as "\\ud800" in JSON."""
+def checked_texts(texts: Iterable) -> list[str]:
+    """The texts in a list.
+
+    Raises UsageError for a dict or a set, which are no list, and for a text that is not a string or has
+    half of a surrogate pair, such as "\\ud800" in JSON.
+    """
+    if isinstance(texts, Mapping | Set):
+        raise UsageError(f"texts: expected a list, not {texts!r:.60}")
+    texts = list(texts)
     for number, text in enumerate(texts, 1):
         if not isinstance(text, str):
             raise UsageError(f"text {number} is {text!r:.60}: expected a text")
         if SURROGATE.search(text):
             raise UsageError(f"{text!r:.60} holds half of a surrogate pair, which is no character")
+    return texts
 
 
 class _OneThread:
@@ -231,8 +239,7 @@ class BatchTranslator:
         Raises:
             UsageError: the direction is unknown or ambiguous, or a text is not a string.
         """
-        texts = list(texts)
-        check_texts(texts)
+        texts = checked_texts(texts)
         task = self.translator.task_for(source, target)
         divided = [self._parts(text, options) for text in texts]
         places = [
