@@ -50,8 +50,15 @@ def lock_folder(folder: Path, name: str = TRAINING) -> None:
     since = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
     with suppress(OSError):  # the lock also holds on a full disk
         os.ftruncate(opened, 0)
-        holder = f"process {os.getpid()} on {socket.gethostname()}, since {since}\n"
+        holder = f"process {os.getpid()} on {socket.gethostname()}, since {since}"
         os.write(opened, holder.encode())
+
+
+def tell(note: str) -> None:
+    """Add a note to what this process's locks say of it."""
+    for opened in _held.values():
+        with suppress(OSError):
+            os.write(opened, f", {note}".encode())
 
 
 def check_free(folder: Path, name: str = TRAINING) -> None:

@@ -13,6 +13,8 @@ from sampling import soak
 from test_expert_parallel import flags
 from test_several_processes import LAST, assert_same_bits, content
 
+from smoe_fairseq import locks
+
 FOREVER = (
     "--max-update",
     1_000_000,
@@ -117,9 +119,11 @@ def test_a_second_signal_ends_at_once(ranks, small_corpus, tmp_path):
     """While the first one waits for the end of an update, which here never comes."""
     run, _ = begin(ranks, small_corpus, tmp_path / "run", "replicated")
     os.kill(run.pids[1], signal.SIGSTOP)
+    holder = (tmp_path / "run" / locks.TRAINING).read_text()
     for _ in range(2):
         os.kill(run.pids[0], signal.SIGTERM)
         wait_until(lambda: "SIGTERM" in run.output(0))
+    assert (tmp_path / "run" / locks.TRAINING).read_text().startswith(f"{holder}, ")
     wait_until(lambda: run.statuses()[0] is not None)
     assert run.statuses()[0] in (-signal.SIGTERM, 128 + signal.SIGTERM)
     run.kill()

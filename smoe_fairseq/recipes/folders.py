@@ -25,7 +25,7 @@ _RUN = re.compile(r"(?P<method>.+)\.seed-(?P<seed>\d+)")
 
 def final(path: Path) -> str:
     """The name that a path in an incomplete folder gets at the end."""
-    return str(path).replace(PARTIAL, "")
+    return str(Path(*(part.removesuffix(PARTIAL) for part in path.parts)))
 
 
 @dataclass(frozen=True)

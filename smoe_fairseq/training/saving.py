@@ -15,6 +15,7 @@ from multiprocessing.util import register_after_fork
 import torch
 import torch.distributed as dist
 
+from smoe_fairseq import locks
 from smoe_fairseq.ending import ENDING
 from smoe_fairseq.training import launch
 
@@ -69,6 +70,7 @@ class SaveTimer:
     def _note(self, number: int, _frame) -> None:
         if not self.status:
             self.status = 128 + number
+            locks.tell("ends after a save")
             return
         for each, action in self.before.items():
             signal.signal(each, action)
