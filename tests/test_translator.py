@@ -245,6 +245,8 @@ def test_what_a_program_gives_is_looked_at(model):
         with pytest.raises(UsageError, match=named):
             model.translate(**{"sentences": texts, "source_lang": "fr"} | given)
     assert len(model.translations("1 2", source_lang="fr", **SEARCH)) == 1
+    with pytest.raises(UsageError, match="diverse_beam_groups"):
+        model.translations(texts, source_lang="fr", diverse_beam_groups=2)
     assert model.translate("1 2", beam=np.int64(2), source_lang="fr", lenpen=np.float64(1.0))
     with pytest.raises(UsageError, match="empty"):
         SMoETransformerModel.from_pretrained([])

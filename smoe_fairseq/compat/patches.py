@@ -178,9 +178,7 @@ def keep_bf16_off_tpu(original, parser, input_args=None, *others, **options):
     return parsed
 
 
-# One line for a mistyped flag, with a suggestion.
-#
-# For fairseq 0.12.2 on any Python, which prints all its flags first.
+# One line for a mistyped flag, with a suggestion. (fairseq prints all its flags first.)
 
 
 @patches("fairseq.options:get_parser")
@@ -190,10 +188,7 @@ def end_parsing_with_line(original, *arguments, **options):
     return parser
 
 
-# ``fairseq-validate`` without ``--task`` uses the task of the checkpoint.
-#
-# For fairseq 0.12.2 on any Python, which has no default and ends in ``KeyError: None``. ``--task`` only
-# decides which flags exist; the checkpoint's task is used in any case.
+# ``fairseq-validate`` without ``--task`` uses the task of the checkpoint. (fairseq ends in KeyError.)
 
 
 def _set_task(parser: argparse.ArgumentParser, args: Namespace) -> None:
@@ -231,10 +226,8 @@ def use_task_of_checkpoint(original, parser, input_args=None, *others, **options
     return original(parser, input_args, *others, **options)
 
 
-# Names a model or task that is not registered, for example without ``--user-dir``.
-#
-# For fairseq 0.12.2 on any Python, which ends in ``KeyError: '_name'``, or in an AssertionError.
-
+# Names a model or task that is not registered, for example without ``--user-dir``. (fairseq ends in
+# ``KeyError: '_name'``, or in an AssertionError.)
 
 _OURS = "smoe_"
 
@@ -314,9 +307,8 @@ def _unregistered(kind: str, name: str) -> str:
     return f"--user-dir is missing or wrong, since fairseq has no {kind} {name}: expected {plugin}"
 
 
-# Lets models of ``translation_multi_simple_epoch`` translate through fairseq's Python interface.
-#
-# For fairseq 0.12.2 on any Python, which passes an argument that this task's ``build_generator`` lacks.
+# Lets models of ``translation_multi_simple_epoch`` translate through fairseq's Python interface. (It passes
+# an argument that this task's ``build_generator`` lacks.)
 
 
 @patches(
@@ -326,6 +318,20 @@ def accept_prefix_function(original, *arguments, prefix_allowed_tokens_fn=None, 
     if prefix_allowed_tokens_fn is not None:
         raise NotImplementedError("prefix_allowed_tokens_fn")
     return original(*arguments, **options)
+
+
+# Blocks repeated n-grams (``--no-repeat-ngram-size``). (fairseq compares them with the padding behind the
+# hypothesis, and blocks none.)
+
+
+@patches("fairseq.ngram_repeat_block:NGramRepeatBlock._no_repeat_ngram")
+def block_ngrams(_, block, tokens, lprobs, bsz, beam_size, step):
+    n = block.no_repeat_ngram_size
+    for row, scores in zip(tokens[:, 1 : step + 1].tolist(), lprobs, strict=True):
+        last, starts = row[len(row) + 1 - n :], range(len(row) + 1 - n)
+        if again := [row[i + n - 1] for i in starts if row[i : i + n - 1] == last]:
+            scores[again] = float("-inf")
+    return lprobs
 
 
 # Keeps fairseq's stock encoder layer off torch's fused inference kernel.
@@ -343,8 +349,8 @@ def avoid_fast_path(original, layer, *arguments):
 
 # Sets a buffer that fairseq saves without ever setting it.
 #
-# For fairseq 0.12.2 on any Python. It holds whatever was in memory, at times NaN, so two runs with the same
-# seed had different checkpoints. Loading a checkpoint fills it so again.
+# It holds whatever was in memory, at times NaN, so two runs with the same seed had different checkpoints.
+# Loading a checkpoint fills it so again.
 
 _POSITIONS = "fairseq.modules.sinusoidal_positional_embedding:SinusoidalPositionalEmbedding"
 
@@ -360,8 +366,8 @@ def set_float_tensor(original, module, *arguments, **options):
 
 # Leaves the routing metrics of each block and stratum out of the console's lines.
 #
-# For fairseq 0.12.2 on any Python. Its progress bars print every metric, and a large model has a hundred of
-# these, named ``encoder.layer.1/...``. TensorBoard, Weights & Biases and the JSON log contain them all.
+# Its progress bars print every metric, and a large model has a hundred of these, named
+# ``encoder.layer.1/...``. TensorBoard, Weights & Biases and the JSON log contain them all.
 
 
 @patches("fairseq.logging.progress_bar:BaseProgressBar._format_stats")

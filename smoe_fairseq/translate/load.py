@@ -4,7 +4,7 @@ import copy
 import glob
 import os
 from argparse import Namespace
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache, partial
 from pathlib import Path
@@ -304,8 +304,10 @@ class Translator(TrainedModel):
             )[0]
         direction = {"source_lang": source_lang, "target_lang": target_lang}
         if verbose or options.keys() - self._defaults().keys():
-            self._check_options(options)
             known = set(_names_of(self.cfg.generation))
+            self._check_options(
+                options, known - {"constraints"}
+            )  # of the lines of fairseq-interactive
             if unused := [*sorted(options.keys() - known), *["int8"] * int8]:
                 raise UsageError(
                     f"{unused[0]}: expected it without verbose and options of fairseq alone"
@@ -370,9 +372,8 @@ class Translator(TrainedModel):
             for name, default in vars(Options()).items()
         } | {"nbest": 1}
 
-    def _check_options(self, options: dict) -> None:
-        known = self._defaults().keys() | set(_names_of(self.cfg.generation))
-        known -= {"constraints"}  # which fairseq-interactive alone reads from its lines
+    def _check_options(self, options: dict, others: Collection[str] = ()) -> None:
+        known = {*self._defaults(), *others}
         for name in options:
             if name not in known:
                 raise UsageError(f"{name}: unknown; expected one of {', '.join(sorted(known))}")
