@@ -214,6 +214,14 @@ def test_refused_before_anything_is_written(nllb, tmp_path, change, named):
     assert not (tmp_path / "data").exists()
 
 
+def test_a_model_with_experts_is_refused_before_anything_is_written(prepared, tmp_path):
+    source = prepared / "runs/tiny/smoe-2-2/checkpoint_best.pt"
+    settings = write_dataset(tmp_path / "configs", "mine", pretrained=str(source), pairs=["en-fr"])
+    result = step_here("prepare", "mine", cwd=tmp_path, RAW=str(prepared / "text"), **settings)
+    refused(result, str(source), "--moe-freq 0")
+    assert not (tmp_path / "data").exists()
+
+
 @pytest.mark.parametrize(
     "words, named",
     [

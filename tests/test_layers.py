@@ -24,6 +24,7 @@ LAYERS = {
     "ending": {"errors"},
     "files": {"errors"},
     "locks": {"errors", "files"},
+    "progress": set(),
     "journal": {"errors", "files"},
     "flags": {"errors"},
     "forms": {"errors", "files"},
@@ -48,11 +49,12 @@ LAYERS = {
     },
     "training": {
         *("checkpoints", "compat", "criterions", "ending", "errors", "files", "flags"),
-        *("host_memory", "languages", "locks", "models", "modules", "subwords", "translate"),
+        *("host_memory", "languages", "locks", "models", "modules", "progress", "subwords"),
+        "translate",
     },
     "analysis": {
         *(ROOT, "checkpoints", "compat", "errors", "files", "flags", "forms", "models"),
-        *("languages", "modules", "subwords", "translate"),
+        *("languages", "modules", "progress", "subwords", "translate"),
     },
     "serve": {
         "analysis",
@@ -75,7 +77,7 @@ NAMED_BY_COMPAT = (Path("compat/__init__.py"), "ADDITIONS")
 WITHOUT_FAIRSEQ = (
     "plugins",
     *("ending", "errors", "files", "flags", "forms", "host_memory", "huggingface"),
-    *("languages", "locks", "modules", "subwords"),
+    *("languages", "locks", "modules", "progress", "subwords"),
 )
 # At import time: the start-up hook waits for them.
 STANDARD_LIBRARY_ONLY = ("errors", "files", "forms", "locks")

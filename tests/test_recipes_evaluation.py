@@ -243,12 +243,12 @@ def test_experts_of_several_processes_are_evaluated_as_those_of_one(tiny):
         assert ("in one checkpoint" in evaluated.stdout) == consolidated
     (run / "checkpoint_best-rank-1.pt").touch()
     evaluated = recipe(folder, "evaluate", "tiny", "smoe-2-2", "--cpu", **given)
-    assert "in one checkpoint" not in evaluated.stdout and "(scored before)" in evaluated.stdout
+    assert "in one checkpoint" not in evaluated.stdout and "(translated before)" in evaluated.stdout
     for file in run.glob("checkpoint_best-rank-*.pt"):  # as rsync -a brings newer ones
         changed(file, file, lambda state: state["extra_state"].update(newer=True))
         os.utime(file, (1, 1))
     evaluated = recipe(folder, "evaluate", "tiny", "smoe-2-2", "--cpu", **given)
-    assert "in one checkpoint" in evaluated.stdout and "(scored before)" not in evaluated.stdout
+    assert "in one checkpoint" in evaluated.stdout and "(translated before)" not in evaluated.stdout
     assert list(json.loads((run / "scores.json").read_text())["scores"]) == ["fr-en", "en-fr"]
 
 
@@ -281,7 +281,7 @@ def test_spbleu_is_computed_where_its_tokenizer_is_there(unevaluated, tiny):
     given = {"SACREBLEU": str(unevaluated / "sacrebleu")}
     evaluated = evaluate_again(unevaluated, **given)
     assert evaluated.returncode == 0, evaluated.stderr
-    assert evaluated.stdout.count("(scored before)") == 2
+    assert evaluated.stdout.count("(translated before)") == 2
     found = result_of(run)
     points, signature = found["scores"]["fr-en"]["others"].pop("spBLEU")
     assert "tok:flores200" in signature and 0 <= points <= 100
@@ -452,7 +452,7 @@ def test_a_killed_evaluation_goes_on_with_what_is_left(tiny, unevaluated, number
     before = (run / "test.partial" / done / "generate-test.txt").stat().st_mtime_ns
     again = evaluate_again(unevaluated)
     assert again.returncode == 0, again.stderr
-    assert f"# {done}: " in again.stdout and "(scored before)" in again.stdout
+    assert f"# {done}: " in again.stdout and "(translated before)" in again.stdout
     assert (run / "test" / done / "generate-test.txt").stat().st_mtime_ns == before
     assert result_of(run) == expected
     assert not (run / "test.partial").exists() and not list(run.glob("**/*.log*"))[1:]  # train.log
@@ -541,7 +541,7 @@ def test_what_an_unfinished_evaluation_with_other_flags_has_left_is_not_used(tin
     run = unevaluated / "runs/tiny/smoe-2-2"
     shutil.copytree(tiny[0] / "runs/tiny/smoe-2-2/test", run / "test.partial")
     (run / "test.partial/fr-en.txt").write_text("what nobody has translated\n" * 12)
-    assert "scored before" not in evaluate_again(unevaluated, "--lenpen", "2").stdout
+    assert "translated before" not in evaluate_again(unevaluated, "--lenpen", "2").stdout
     assert (run / "test/fr-en.txt").read_text() != "what nobody has translated\n" * 12
 
 

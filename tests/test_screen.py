@@ -8,6 +8,7 @@ from fairseq import options
 from fairseq.dataclass.utils import convert_namespace_to_omegaconf
 from test_recipes import recipe, write_dataset
 
+from smoe_fairseq.progress import duration
 from smoe_fairseq.training import screen
 
 
@@ -92,7 +93,7 @@ def test_a_terminal_has_one_line_that_is_written_over(clock, capsys, monkeypatch
     [(0.4, "0 s"), (59, "59 s"), (61, "1 min 01 s"), (3599.9, "1 h 00 min"), (18420, "5 h 07 min")],
 )
 def test_duration(seconds, said):
-    assert screen.duration(seconds) == said
+    assert duration(seconds) == said
 
 
 @pytest.mark.parametrize(

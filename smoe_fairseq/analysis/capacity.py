@@ -14,6 +14,7 @@ from torch import nn
 from smoe_fairseq.analysis import inputs
 from smoe_fairseq.models.transformer import moe_blocks
 from smoe_fairseq.modules.layer import RoutingStats
+from smoe_fairseq.progress import with_progress
 from smoe_fairseq.translate.directions import is_multilingual
 
 FIFTHS = 5  # of a sentence
@@ -84,7 +85,7 @@ def samples(model: nn.Module, task, directions: list[str], subset: inputs.Subset
     order = np.random.default_rng(inputs.SEED).permutation(len(dataset))
     longest = inputs.longest(model, task)
     batches, _ = inputs.batches(dataset, longest, number, subset.max_tokens, order)
-    for batch in batches:
+    for batch in with_progress("with training's capacity limit", batches):
         yield inputs.sample_of(model, task, dataset, batch)
 
 

@@ -16,7 +16,6 @@ from fairseq.models import FairseqMultiModel
 from fairseq.tasks.language_modeling import LanguageModelingTask
 from fairseq.utils import move_to_cuda, resolve_max_positions, split_paths
 from torch import nn
-from tqdm import tqdm
 
 from smoe_fairseq.checkpoints.reading import open_checkpoint, values_of
 from smoe_fairseq.errors import UsageError, naming_file
@@ -24,6 +23,7 @@ from smoe_fairseq.flags import add_flag, positive
 from smoe_fairseq.languages import meant
 from smoe_fairseq.models.transformer import moe_blocks
 from smoe_fairseq.modules.routing import Capacity
+from smoe_fairseq.progress import with_progress
 from smoe_fairseq.translate.directions import direction_of, is_multilingual
 from smoe_fairseq.translate.load import checkpoint_of, text_settings
 
@@ -229,8 +229,6 @@ def drawn(number: int, sentences: int | None) -> np.ndarray:
 class Samples:
     """Iterates over one direction's batches, as fairseq's samples on the model's device.
 
-    A bar shows the progress on standard error, if that is a terminal.
-
     Attributes:
         seen, too_long: numbers of sentences so far, and of skipped ones that are too long for the model.
 
@@ -252,7 +250,7 @@ class Samples:
             order = order - (end - len(dataset))
             indices, skipped = batches(dataset, limit, None, self.subset.max_tokens, order)
             self.too_long += skipped
-            for batch in tqdm(indices, self.direction, unit="batch", disable=None, leave=False):
+            for batch in with_progress(self.direction, indices):
                 yield sample_of(self.model, self.task, dataset, batch)
                 self.seen += len(batch)
         if not self.seen:

@@ -109,14 +109,19 @@ def check_fit(path: Path, weights: Mapping[str, Tensor], target: Mapping[str, Te
             raise UsageError(f"{path}: {name} is {actual}, and by its options {expected}")
 
 
+def refuse_experts(path: Path, state: Mapping) -> None:
+    """Raise UsageError if the model has experts."""
+    if any(".moe." in name for name in state.get("model") or ()):
+        raise UsageError(f"{path} has experts: expected a dense model (--moe-freq 0)")
+
+
 def transformer_options(path: Path, state: Mapping) -> dict:
     """The options of a dense model, without those of MoE layers.
 
     Raises:
         UsageError: as `known_options`; or the model has experts.
     """
-    if any(".moe." in name for name in state["model"]):
-        raise UsageError(f"{path} has experts: expected a dense model (--moe-freq 0)")
+    refuse_experts(path, state)
     options = known_options(path, state)
     return {name: value for name, value in options.items() if not is_moe_option(name)}
 

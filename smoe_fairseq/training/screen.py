@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 
 from smoe_fairseq.compat.replacing import replaces
+from smoe_fairseq.progress import duration
 
 VARIABLE = "SMOE_SCREEN"
 CLEAR = "\r\033[K"  # clears a terminal's line
@@ -164,14 +165,3 @@ class Screen:
         with suppress(OSError, ValueError):  # training continues if standard output is closed
             sys.stdout.write(text)
             sys.stdout.flush()
-
-
-def duration(seconds: float) -> str:
-    """Such as 40 s, 3 min 20 s or 5 h 07 min."""
-    seconds = round(seconds)
-    if seconds < 60:
-        return f"{seconds} s"
-    minutes, seconds = divmod(seconds, 60)
-    if minutes < 60:
-        return f"{minutes} min {seconds:02} s"
-    return f"{minutes // 60} h {minutes % 60:02} min"

@@ -242,7 +242,7 @@ class SMoETrainer(Trainer):
             ("--patience", self.cfg.checkpoint.patience, program.early_stop().get("num_runs", 0)),
         ):
             if 0 < limit <= count:
-                logger.info(f"{flag} {limit}: nothing is left to train")
+                logger.warning(f"{flag} {limit}: nothing is left to train")
                 optimization.max_epoch = -1
         return extra_state
 

@@ -162,7 +162,7 @@ def run_translate(args: Namespace) -> None:
     direction = requested_direction(model, args)
     if model.shortlist is not None and model.shortlist.of(*direction) is None:
         raise UsageError(f"--shortlist {args.shortlist}: expected one with {'-'.join(direction)}")
-    start, lines = time.monotonic(), 0
+    start, lines, kept = time.monotonic(), 0, 0
     size = 1 if args.line_by_line or sys.stdin.isatty() else CHUNK_LINES
     with _output(args, model, size) as (journal, file), tqdm(unit=" lines", disable=None) as bar:
         before = _chunks(journal or (), size)
@@ -170,6 +170,7 @@ def run_translate(args: Namespace) -> None:
             while texts := text_lines(sys.stdin.buffer, size, lines + 1):
                 chunk = next(before, {})
                 _check_texts(chunk, texts, lines + 1, args)
+                kept += len(chunk)
                 bar.update(len(chunk))
                 _translate(model, texts, lines + 1, chunk, options, args, journal, bar)
                 if file is not None:
@@ -177,13 +178,14 @@ def run_translate(args: Namespace) -> None:
                 lines += len(texts)
         except SystemExit:  # a signal
             if journal is not None and journal.parts:
-                kept = f"{journal.parts} lines are done, in {journal.file}"
-                print(f"ended: {kept}; the same command continues", file=sys.stderr)
+                done = f"{journal.parts} lines are done, in {journal.file}"
+                print(f"ended: {done}; the same command continues", file=sys.stderr)
             raise
         _check_texts(next(before, {}), [], lines + 1, args)
     took = max(time.monotonic() - start, 1e-3)
-    speed = f"{lines} line{'s' * (lines != 1)} in {took:.1f} s ({lines / took:.1f} per second)"
-    print(speed, file=sys.stderr)
+    new = lines - kept
+    speed = f"{new} line{'s' * (new != 1)} in {took:.1f} s ({new / took:.1f} per second)"
+    print(f"{speed}; {kept} were done" if kept else speed, file=sys.stderr)
 
 
 Chunk = dict[int, tuple[str, list[str]]]  # by index: a text and the lines to write for it

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from smoe_fairseq.checkpoints import huggingface_m2m, huggingface_m2m_text, sets
 from smoe_fairseq.checkpoints.content import fingerprint
-from smoe_fairseq.checkpoints.model import transformer_options, with_model_options
+from smoe_fairseq.checkpoints.model import refuse_experts, transformer_options, with_model_options
 from smoe_fairseq.checkpoints.reading import open_checkpoint, values_of
 from smoe_fairseq.checkpoints.trained_with import DICTIONARIES, checksum
 from smoe_fairseq.checkpoints.upcycle import size_flags
@@ -36,12 +36,14 @@ def task_of(source: Path) -> tuple[Path, dict]:
     """The checkpoint of a run or of a file, and the settings of its task.
 
     Raises:
-        UsageError: there is none, or it has no language tokens.
+        UsageError: there is none, or it has experts or no language tokens.
     """
     checkpoint = checkpoint_of(source)
-    task = dict(values_of((open_checkpoint(checkpoint).get("cfg") or {}).get("task")))
+    state = open_checkpoint(checkpoint)
+    task = dict(values_of((state.get("cfg") or {}).get("task")))
     if task.get("_name") != TASK or not task.get("langs"):
         raise UsageError(f"{checkpoint}: expected a model of --task {TASK}, with --langs")
+    refuse_experts(checkpoint, state)
     return checkpoint, task
 
 

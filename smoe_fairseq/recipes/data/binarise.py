@@ -79,7 +79,8 @@ def binarise(
     counts = binarise_files(vocabulary, left, workers)
     for shard in shards:
         write_sums(shard)
-    print(f"{final(output)}: {len(left)} files, {counts}", flush=True)
+    kept = f"; {len(files) - len(left)} were complete" * (len(left) < len(files))
+    print(f"{final(output)}: {len(left)} files, {counts}{kept}", flush=True)
 
 
 def _files(folder: Path, pair: str, splits: Sequence[str]) -> Iterator[Path]:

@@ -243,7 +243,8 @@ def encode(
         folder.mkdir(parents=True, exist_ok=True)
     left = [file for file in files if not (folders[0] / file.name).exists()]
     lines = encode_files(loaded, left, folders, longest, workers)
-    print(f"{final(output)}: {len(left)} files, {lines:,} lines", flush=True)
+    kept = f"; {len(files) - len(left)} were complete" * (len(left) < len(files))
+    print(f"{final(output)}: {len(left)} files, {lines:,} lines{kept}", flush=True)
 
 
 @dataclass(frozen=True)

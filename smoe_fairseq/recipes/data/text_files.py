@@ -1,10 +1,8 @@
-"""Large text files: chunks of lines, worker processes, and progress."""
+"""Large text files: chunks of lines, and worker processes."""
 
 import multiprocessing
 import os
-import sys
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -15,15 +13,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
-
 from smoe_fairseq.ending import deferring_signals
 from smoe_fairseq.errors import UsageError
 from smoe_fairseq.files import check_plain
-from smoe_fairseq.training.screen import duration
+from smoe_fairseq.progress import progress
 
 CHUNK = 1 << 20  # bytes; a few tenths of a second of work
-_REPORT_SECONDS = 30  # between two lines of progress in a log
 _AHEAD = 4  # maximum number of results per process that wait for an earlier one, to bound memory
 _function: Callable[[Any], Any]  # of a worker process
 
@@ -73,32 +68,6 @@ def count_lines(file: Path) -> int:
     check_plain(file)
     with open(file, "rb") as lines:
         return sum(1 for _ in lines)
-
-
-@contextmanager
-def progress(step: str, total: int, unit: str = "B") -> Iterator[Callable[[int], None]]:
-    """Yield ``advance(number)``: it shows a bar at a terminal, and prints a line now and then elsewhere."""
-    start = reported = time.monotonic()
-    done, size, name = 0, *((1e6, "MB") if unit == "B" else (1, unit))
-    with tqdm(
-        total=total,
-        desc=step,
-        unit=f" {unit}" if size == 1 else unit,
-        unit_scale=size > 1,
-        leave=False,
-        disable=not sys.stderr.isatty(),
-    ) as bar:
-
-        def advance(number: int) -> None:
-            nonlocal done, reported
-            done += number
-            bar.update(number)
-            if bar.disable and (now := time.monotonic()) - reported >= _REPORT_SECONDS:
-                reported, rest = now, duration((now - start) * (total - done) / max(done, 1))
-                words = f"{step}: {done / size:,.0f} of {total / size:,.0f} {name} | {rest} left"
-                print(words, file=sys.stderr, flush=True)
-
-        yield advance
 
 
 @contextmanager

@@ -12,10 +12,11 @@ from smoe_fairseq import locks
 from smoe_fairseq.checkpoints.content import fingerprint
 from smoe_fairseq.errors import UsageError, quietly
 from smoe_fairseq.flags import flag_of
+from smoe_fairseq.progress import progress
 from smoe_fairseq.recipes import pretrained
 from smoe_fairseq.recipes.commands import Step
 from smoe_fairseq.recipes.data.raw import check
-from smoe_fairseq.recipes.data.text_files import count_lines, progress
+from smoe_fairseq.recipes.data.text_files import count_lines
 from smoe_fairseq.recipes.datasets import Dataset, naming_settings
 from smoe_fairseq.recipes.evaluation import metrics, scores, translations
 from smoe_fairseq.recipes.evaluation.evaluation import Evaluation
@@ -214,7 +215,7 @@ def _translate(evaluation: Evaluation) -> None:
     locks.lock_folder(evaluation.folder, locks.EVALUATION)
     scored = evaluation.resume()
     for direction, score in scored.items():
-        print(f"# {direction}: {score} (scored before)", flush=True)
+        print(f"# {direction}: {score} (translated before)", flush=True)
     left = [direction for direction in evaluation.directions if direction not in scored]
     if left:
         _check_model(evaluation)

@@ -14,8 +14,8 @@ from smoe_fairseq.errors import UsageError
 from smoe_fairseq.files import check_plain, open_plain
 from smoe_fairseq.host_memory import cores, machine_memory
 from smoe_fairseq.locks import lock_folder
+from smoe_fairseq.progress import progress
 from smoe_fairseq.recipes.compare.report import write_report
-from smoe_fairseq.recipes.data.text_files import progress
 from smoe_fairseq.recipes.datasets import Dataset
 from smoe_fairseq.recipes.evaluation import scores
 from smoe_fairseq.recipes.folders import Folders, default_seed, run_name
