@@ -318,6 +318,13 @@ def test_names_that_files_have(tmp_path, dataset, kind):
         assert lines_of_pairs(tmp_path / "raw/valid.en-ha")
 
 
+def test_a_folder_whose_files_the_pattern_does_not_fit(tmp_path, dataset):
+    (tmp_path / "en-ha").mkdir()
+    (tmp_path / "en-ha/train.json").write_text('{"en": "a", "ha": "b"}\n')
+    with pytest.raises(UsageError, match=r"en-ha/train\.tsv.*en-ha has train\.json"):
+        gather(dataset(raw={"files": "{pair}/{split}.tsv"}), tmp_path, tmp_path / "raw")
+
+
 def lines_of_pairs(prefix: Path) -> list[tuple[str, str]]:
     sides = (Path(f"{prefix}.{language}").read_text().splitlines() for language in ("en", "ha"))
     pairs = [*zip(*sides, strict=True)]

@@ -298,6 +298,9 @@ def _remedy(dataset: Dataset, source: Path, split: str, pair: str) -> str:
     place = _Place(source, languages, codes, dataset.languages)
     orders = place.pairs("", by_meaning=False)
     if folder := next((source / order for order in orders if (source / order).is_dir()), None):
+        if "files" in dataset.raw:
+            inside = ", ".join(sorted(path.name for path in folder.glob("[!.]*"))[:5])
+            return f"{folder} has {inside}; all pairs have to fit one pattern"
         return f'{folder} is a folder: set `raw: {{files: "{{pair}}/{{split}}.tsv"}}`, or as files are named'
     ends = [(f"{begin}.", "") for begin in (*(f"{split}.{order}" for order in orders), split)]
     for before, after in [*ends, (f"{split}.", ".txt"), *((f"{order}.", "") for order in orders)]:
