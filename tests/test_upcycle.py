@@ -252,7 +252,8 @@ def with_weight(name: str, value):
 
 OTHERS = {  # by what the sentence names
     "lstm": set_option("arch", "lstm"),
-    "--no-cross-attention": set_option("no_cross_attention", True),
+    "--no-cross-attention;": set_option("no_cross_attention", True),
+    "--decoder-output-dim 8": set_option("decoder_output_dim", 8),
     "encoder.layers.0.fc1.weight": lambda s: s["model"].pop("encoder.layers.0.fc1.weight"),
     "decoder.embed_tokens.weight": lambda s: s["model"].pop("decoder.embed_tokens.weight"),
     "decoder.adapter": with_weight("decoder.adapter", torch.ones(2)),

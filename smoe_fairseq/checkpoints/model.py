@@ -69,7 +69,9 @@ def known_options(path: Path, state: Mapping) -> dict:
     with naming_file(path):
         model, values = model_values(path, state)
     if model == STOCK:
-        refuse_options(path, values, _UNSUPPORTED)
+        width = values.get("decoder_embed_dim")
+        widths = [n for n in ("decoder_input_dim", "decoder_output_dim") if values.get(n) != width]
+        refuse_options(path, values, (*_UNSUPPORTED, *widths))
     options = SMoETransformerConfig.select(values)
     if model == STOCK:
         options["moe_freq"] = 0
@@ -81,9 +83,8 @@ def refuse_options(path: Path, values: Mapping, names: Iterable[str]) -> None:
     """Raise UsageError if one of these options of a checkpoint is set."""
     for name in names:
         if values.get(name):
-            raise UsageError(
-                f"{path} was trained with {flag_of(name)} {values[name]}; expected a model without it"
-            )
+            flag = flag_of(name) if values[name] is True else f"{flag_of(name)} {values[name]}"
+            raise UsageError(f"{path} was trained with {flag}; expected a model without it")
 
 
 def check_weights(path: Path, options: Mapping, weights: Mapping[str, Tensor]) -> None:
