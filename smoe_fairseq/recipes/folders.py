@@ -63,13 +63,14 @@ class Folders:
         if not self.binary.exists():
             raise UsageError(f"{self.binary} is missing: run scripts/prepare.sh {self.dataset}")
         folder = shard_folders(self.binary)[0]
-        advice = f"delete {self.binary} and run scripts/prepare.sh {self.dataset} again"
+        again = f"delete {self.binary} and run scripts/prepare.sh {self.dataset} again"
         for pair, split in itertools.product(pairs, ("train", "valid")):
             for language in pair.split("-"):
                 texts = [f"{split}.{order}.{language}.idx" for order in both_orders(pair)]
                 for names in ([f"dict.{language}.txt"], texts):
                     if not any((folder / name).exists() for name in names):
-                        raise UsageError(f"{folder / names[0]} is missing: {advice}")
+                        missing = f"{folder / names[0]} is missing"
+                        raise UsageError(f"{missing}: {again}, or leave {pair} out of `pairs`")
 
     def texts(self, split: str, pair: str) -> dict[str, Path]:
         """A pair's files in `raw`, by language."""
