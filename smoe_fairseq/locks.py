@@ -94,8 +94,8 @@ def _lock(file: Path) -> int | None:
                 raise UsageError(f"{file} cannot be locked: {error.strerror}") from None
             raise InUse(
                 f"{file.parent} is in use by another run ({holder or 'it does not say which'}): wait "
-                "for it or stop it, or choose another folder (--save-dir of fairseq-train, RUN_DIR or "
-                "DATA_DIR of the scripts)"
+                "for it or stop it, or choose another folder (--save-dir of fairseq-train, --run-dir or "
+                "--data-dir of the scripts)"
             ) from None
         # A process that ends removes its lock file, perhaps after we opened it.
         if _is_same(opened, file):

@@ -168,7 +168,7 @@ def test_run_that_has_saved_nothing_starts_anew(run, started):
 def test_unreadable_identity_is_named(run, started, content):
     (started / identity.FILE).write_text(content)
     sentence = run()
-    assert f"{started}/{identity.FILE}" in sentence and "RUN_DIR" in sentence
+    assert f"{started}/{identity.FILE}" in sentence and "--run-dir" in sentence
     assert (started / identity.FILE).read_text() == content
 
 

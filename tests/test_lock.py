@@ -66,7 +66,7 @@ def test_a_data_set_is_prepared_by_one_alone(tmp_path):
     data.mkdir(parents=True)
     first = holder(data, locks.PREPARATION)
     second = recipe(tmp_path, "prepare", "phrasebook")
-    refused(second, data, f"process {first.pid} ", "DATA_DIR")
+    refused(second, data, f"process {first.pid} ", "--data-dir")
     assert os.listdir(data) == [locks.PREPARATION]
     touch_binarised(tmp_path, "phrasebook")
     third = recipe(tmp_path, "prepare", "phrasebook")

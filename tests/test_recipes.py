@@ -149,7 +149,7 @@ def test_a_seed_has_a_run_of_its_own(tmp_path):
             assert value(words, "--path") == f"runs/multi30k/{folder}/checkpoint_best.pt"
     for bad in ("two", "-1", "1.5", "99999999999"):
         sentence = refusal(recipe(tmp_path, "train", "multi30k", "moe", DRY_RUN="1", SEED=bad))
-        assert f"SEED={bad}: expected a whole number from 0 to" in sentence
+        assert f"--seed {bad}: expected a whole number from 0 to" in sentence
 
 
 @pytest.mark.parametrize("method", ["smoe", "smoe-", "smoe-4-0", "moe-4", "../methods/moe", ""])

@@ -553,7 +553,7 @@ def test_what_goes_wrong_in_a_translation_is_one_sentence(unevaluated):
     assert "--beam" in refusal(evaluate_again(unevaluated, "--beam", 0))
     unknown = ("--model-overrides", "{'no_such': 1}")
     assert "--model-overrides no_such" in refusal(evaluate_again(unevaluated, *unknown))
-    assert "JOBS=0: expected a whole number of at least 1" in refusal(
+    assert "--jobs 0: expected a whole number of at least 1" in refusal(
         evaluate_again(unevaluated, JOBS="0")
     )
     checkpoint = run / "checkpoint_best.pt"
@@ -735,10 +735,10 @@ def test_each_direction_has_its_scores_by_comet(tmp_path, monkeypatch):
 
 def test_comet_that_is_missing_or_off_its_scale_is_refused(scored):
     sentence = refusal(evaluate_again(scored, COMET="no-such-program"))
-    assert "COMET=no-such-program: there is no such program" in sentence
+    assert "--comet no-such-program: there is no such program" in sentence
     write_comet(scored, worth=-1)
     sentence = refusal(evaluate_again(scored, COMET=f"{scored}/comet-score", COMET_MODEL="odd"))
-    assert "COMET_MODEL=odd has a mean score of -0." in sentence and "between 0 and 1" in sentence
+    assert "--comet-model odd has a mean score of -0." in sentence and "between 0 and 1" in sentence
     assert not list(scored.glob("runs/tiny/smoe-2-2/test/*.comet.json"))
 
 

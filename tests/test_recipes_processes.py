@@ -155,7 +155,7 @@ def planned(monkeypatch):
 
 def test_gpus_that_are_not_there(planned):
     with pytest.raises(
-        UsageError, match="^GPUS=2: this machine has 1; expected at most as many, or"
+        UsageError, match="^--gpus 2: this machine has 1; expected at most as many, or"
     ):
         planned(1, "2")
     assert planned(1, "2", "--cpu") == Launch("torchrun", 1, 2, cpu=True)

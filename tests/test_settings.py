@@ -223,7 +223,7 @@ def test_recipes_are_found_beside_an_installed_package_too(tmp_path, monkeypatch
     (tmp_path / "configs/datasets").mkdir(parents=True)
     monkeypatch.setattr(settings, "__file__", str(tmp_path / "reading.py"))
     assert settings.Settings.read().config_dir == tmp_path / "configs"
-    with pytest.raises(UsageError, match="holds no recipes: set CONFIG_DIR to the folder with"):
+    with pytest.raises(UsageError, match="holds no recipes: set --config-dir to the folder with"):
         assert settings.Settings({"CONFIG_DIR": str(tmp_path)}).config_dir
 
 

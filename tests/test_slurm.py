@@ -71,7 +71,7 @@ def test_submission(tmp_path, cluster):
 
 def test_what_is_wrong_is_said_before_submission(tmp_path, cluster):
     process = script(tmp_path, cluster | {"BATCH": "huge"})
-    assert "error: BATCH=huge" in process.communicate()[0]
+    assert "error: --batch huge" in process.communicate()[0]
     assert process.returncode == 1 and not (tmp_path / "submitted").exists()
 
 

@@ -212,7 +212,7 @@ def test_settings_that_a_kept_run_was_not_made_with(tmp_path, monkeypatch, then,
             assert study_results.are_saved(changed, "moe", words, 1)
             assert not study_results.are_saved(changed, "dense", words, 1)
             continue
-        with pytest.raises(UsageError, match="RESULTS_DIR") as error:
+        with pytest.raises(UsageError, match="--results-dir") as error:
             study_results.are_saved(changed, "moe", words, 1)
         assert named in str(error.value) and str(kept.parent.name) in str(error.value)
     kept.write_text(json.dumps(about | more))

@@ -396,7 +396,7 @@ def test_spbleu_is_compared_with_the_tokenizer_of_its_scores(two_systems, prepar
     shutil.copyfile(prepared / "data/tiny/bin/spm.model", model)
     for file in folder.glob("runs/multi30k/*/scores.json"):
         content = json.loads(file.read_text())
-        content["scores"]["en-de"]["others"] = {"spBLEU": [50.0, "tok:flores101"]}
+        content["scores"]["en-de"]["others"] = {"spBLEU": [len(file.parent.name), "tok:flores101"]}
         file.write_text(json.dumps(content))
     own = {"pairs": ["en-de"], "raw": {}, "train": {"arch": "smoe_transformer_tiny"}}
     write_dataset(folder / "c", "multi30k", **own, sacrebleu={"tokenize": "flores101"})
@@ -428,7 +428,7 @@ def test_equal_translations_do_not_differ_significantly(two_systems):
     shutil.copytree(folder / "runs/multi30k/dense", folder / "runs/multi30k/switch")
     printed = table(folder, "multi30k", "--compare", "dense", "switch", "--format", "csv").stdout
     (row,) = (line for line in printed.splitlines() if line.startswith("en-de"))
-    assert row.split(",")[3:] == ["+0.00", "1.0000"]
+    assert row.split(",")[3:] == ["+0.00", "-"]
 
 
 def test_seeds_are_compared_by_sentences_and_by_seeds(two_systems):

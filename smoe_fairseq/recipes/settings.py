@@ -13,58 +13,60 @@ from smoe_fairseq.errors import UsageError
 from smoe_fairseq.flags import filled, flag_of
 
 LARGEST_SEED = 2**31 - 1
-Parse = Callable[[str, str], Any]  # the value of a variable's name and text, "" where it is not set
+Parse = Callable[
+    [str, str], Any
+]  # the value of a text, "" where it is not set, and of what names it
 
 
 def _whole(least: int, default: int | None = None, most: float = math.inf) -> Parse:
-    def parse(variable: str, text: str) -> int | None:
+    def parse(said: str, text: str) -> int | None:
         if not text:
             return default
         if text.isascii() and text.isdecimal() and least <= int(text) <= most:
             return int(text)
         bounds = f"of at least {least}" if math.isinf(most) else f"from {least} to {most:,}"
-        raise UsageError(f"{variable}={text}: expected a whole number {bounds}")
+        raise UsageError(f"{said}{text}: expected a whole number {bounds}")
 
     return parse
 
 
-def _path(variable: str, text: str) -> Path | None:
+def _path(said: str, text: str) -> Path | None:
     path = Path(text).expanduser() if text else None
     return path.absolute() if text.startswith("-") else path  # else it looks like a flag
 
 
 def _folder(default: str) -> Parse:
-    def parse(variable: str, text: str) -> Path:
-        path = _path(variable, text or default)
+    def parse(said: str, text: str) -> Path:
+        path = _path(said, text or default)
         if path.exists() and not path.is_dir():
-            raise UsageError(f"{variable}={path}: expected a folder")
+            raise UsageError(f"{said}{path}: expected a folder")
         return path
 
     return parse
 
 
-def _configs(variable: str, text: str) -> Path:
+def _configs(said: str, text: str) -> Path:
     # Next to an installed package, a folder ``configs`` is not ours.
     installed = Path(__file__).parent / "configs"
     checkout = Path(__file__).parents[2] / "configs"
     folder = Path(text) if text else installed if installed.is_dir() else checkout
     if not (folder / "datasets").is_dir():
-        advice = f"set {variable} to the folder with datasets/ and methods/"
+        advice = f"set {said.strip()} to the folder with datasets/ and methods/"
         raise UsageError(f"{folder} holds no recipes: {advice}")
     return folder
 
 
-def _seeds(variable: str, text: str) -> tuple[int, ...]:
+def _seeds(said: str, text: str) -> tuple[int, ...]:
     seeds: list[int] = []
     for word in text.replace(",", " ").split():
         match = re.fullmatch(r"([0-9]{1,10})(?:-([0-9]{1,10}))?", word)
         first, last = map(int, (match[1], match[2] or match[1])) if match else (0, -1)
         if not first <= last <= min(LARGEST_SEED, first + 999):
             numbers = f"up to 1,000 numbers from 0 to {LARGEST_SEED:,}, such as 1,2 or 1-8"
-            raise UsageError(f"{variable}={word}: expected {numbers}")
+            raise UsageError(f"{said}{word}: expected {numbers}")
         seeds += range(first, last + 1)
     if len(set(seeds)) < len(seeds):
-        raise UsageError(f"{variable}={text}: expected each seed once")
+        raise UsageError(f"{said}{text}: expected each seed once")
     return tuple(seeds)
 
 
@@ -79,7 +81,7 @@ class Setting:
     metavar: str  # of the flag's value; "" for a switch, which sets `value`
     help: str  # "" for a variable without a flag
     default: str  # in words
-    parse: Parse = lambda variable, text: text
+    parse: Parse = lambda said, text: text
     name: str = ""  # the flag; by default the variable in lower case
     value: str = "1"
 
@@ -90,7 +92,8 @@ class Setting:
         if settings is None:
             return self
         given = settings.flags.get(self.variable)
-        return self.parse(self.variable, given or settings.variables.get(self.variable, ""))
+        said = f"{self.name} " if self.metavar else f"{self.variable}="
+        return self.parse(said, given or settings.variables.get(self.variable, ""))
 
     def add_to(self, parser: ArgumentParser) -> None:
         kind = {"action": "store_const", "const": self.value}

@@ -160,10 +160,12 @@ def _prepare(dataset: Dataset, folders: Folders, flags: Sequence[str]) -> None:
         return
     if source and not source.is_dir() and not dataset.raw.get("messages") and not dry_run:
         unpack = ": unpack it, and give the folder" * source.is_file()
-        raise UsageError(f"RAW={source}: expected a folder with the text of {dataset.name}{unpack}")
+        raise UsageError(
+            f"--raw {source}: expected a folder with the text of {dataset.name}{unpack}"
+        )
     if source and (elsewhere := dataset.source.get("datasets")):
         text = f"`source.datasets` of {dataset.name} names its text, {elsewhere}"
-        raise UsageError(f"RAW={source}: {text}: leave one of them out")
+        raise UsageError(f"--raw {source}: {text}: leave one of them out")
     if source:
         raw.check_replaceable(folders.raw, [source])
     elif folders.raw.exists():

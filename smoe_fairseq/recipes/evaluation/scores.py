@@ -290,7 +290,7 @@ class Scorer:
             raise UsageError(f"{self.program[0]} scored {len(scores)} of {count} lines")
         if not 0 <= statistics.fmean(scores) <= 1:
             raise UsageError(
-                f"COMET_MODEL={self.model} has a mean score of {statistics.fmean(scores):.2f}: "
+                f"--comet-model {self.model} has a mean score of {statistics.fmean(scores):.2f}: "
                 f"expected a model whose scores are between 0 and 1, such as {MODEL}"
             )
         return scores
@@ -303,7 +303,7 @@ def scorer(settings: Settings) -> Scorer | None:
         return None
     if shutil.which(program[0]) is None:
         expected = "expected comet-score of an environment with unbabel-comet (docs/recipes.md)"
-        raise UsageError(f"COMET={program[0]}: there is no such program; {expected}")
+        raise UsageError(f"--comet {program[0]}: there is no such program; {expected}")
     return Scorer(tuple(program), settings.comet_model or MODEL, settings)
 
 

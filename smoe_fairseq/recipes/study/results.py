@@ -123,7 +123,7 @@ def are_saved(dataset: Dataset, name: str, words: Sequence[str], processes: int)
     if difference is None and (flags := scores.other_search(dataset, folder)):
         difference = f"was evaluated with {flags}"
     if difference:
-        advice = "set RESULTS_DIR and RUN_DIR to other folders for a study with other settings"
+        advice = "set --results-dir and --run-dir to other folders for a study with other settings"
         raise UsageError(f"{folder} {difference}: {advice}")
     return True
 

@@ -47,7 +47,9 @@ class Batch:
             f"{self.total:,} {what} per update = {self.ranks} rank{plural} x {self.size:,} "
             f"(--{self.unit}) x {self.update_freq} (--update-freq)"
         )
-        return text + (f"; requested (BATCH={self.name}): {self.requested:,}" if self.name else "")
+        return text + (
+            f"; requested (--batch {self.name}): {self.requested:,}" if self.name else ""
+        )
 
 
 def batch_choices(dataset: Dataset) -> str:
@@ -85,7 +87,7 @@ def plan_batch(
     if name:
         requested = _named(dataset).get(name)
         if requested is None and not (name.isdecimal() and int(name)):
-            raise UsageError(f"BATCH={name}: expected {batch_choices(dataset)} of tokens from 1")
+            raise UsageError(f"--batch {name}: expected {batch_choices(dataset)} of tokens from 1")
         requested = requested or int(name)
         most = dataset.batch.get("max-tokens") or flags.get("max-tokens") or requested
         return _named_batch(name, requested, most, ranks, typed, least)
@@ -134,8 +136,10 @@ def _divide(unit: str, requested: int, most: int, ranks: int, least: int, name: 
         near = " or ".join(str(n) for n in found if n) or "none"
         room = f"; a rank needs room for a sentence of {least}" if least > 1 else ""
         shared = f"{requested:,} {'tokens' if unit == 'max-tokens' else 'sentences'}{room}"
-        advice = f"the nearest number that can is {near}; or set BATCH"
-        raise UsageError(f"{ranks} ranks (GPUS x NODES) cannot share a batch of {shared}: {advice}")
+        advice = f"the nearest number that can is {near}; or set --batch"
+        raise UsageError(
+            f"{ranks} ranks (--gpus times --nodes) cannot share a batch of {shared}: {advice}"
+        )
     return batch
 
 

@@ -287,7 +287,7 @@ def _last_save(folder: Path) -> str:
 def _read(file: Path, begun: bool = False) -> dict:
     """The identity of the last checkpoint; ``begun``: of the last start, which may not have saved one."""
     same = "the flags given now are those that the run was started with"
-    content = read_json(file, IDENTITY, f"delete it if {same}, or set RUN_DIR to another folder")
+    content = read_json(file, IDENTITY, f"delete it if {same}, or set --run-dir to another folder")
     before = content.pop(_BEFORE, None)
     if before is None or begun or before.pop(_SAVED, None) != _last_save(file.parent):
         return content

@@ -89,10 +89,12 @@ def plan_launch(settings: Settings, extra: Sequence[str]) -> Launch:
     several = nodes * gpus > 1 or nodes > 1
     launcher = settings.launcher or ("torchrun" if several else "plain")
     if launcher not in LAUNCHERS:
-        raise UsageError(f"LAUNCHER={launcher}: choose one of {', '.join(LAUNCHERS)}")
+        raise UsageError(f"--launcher {launcher}: choose one of {', '.join(LAUNCHERS)}")
     if launcher == "plain" and several:
-        both = f"NODES={nodes} with GPUS={gpus}"
-        raise UsageError(f"LAUNCHER=plain is for one process, not {both}: choose torchrun or slurm")
+        both = f"--nodes {nodes} with --gpus {gpus}"
+        raise UsageError(
+            f"--launcher plain is for one process, not {both}: choose torchrun or slurm"
+        )
     cpu = gpus == 0 or "--cpu" in extra
     if not cpu and launcher != "slurm" and not settings.dry_run:
         import torch
@@ -100,7 +102,7 @@ def plan_launch(settings: Settings, extra: Sequence[str]) -> Launch:
         available = torch.cuda.device_count()
         if 0 < available < gpus:
             expected = "expected at most as many, or --cpu behind the method"
-            raise UsageError(f"GPUS={gpus}: this machine has {available}; {expected}")
+            raise UsageError(f"--gpus {gpus}: this machine has {available}; {expected}")
         cpu = available == 0
     return Launch(launcher, nodes, gpus, cpu, settings)
 

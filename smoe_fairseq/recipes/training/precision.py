@@ -25,14 +25,14 @@ def precision_flags(
     variable = launch.settings.precision
     requested = variable or precision
     if requested not in PRECISIONS:
-        setting = f"PRECISION={requested}" if variable else f"precision: {requested}"
+        setting = f"--precision {requested}" if variable else f"precision: {requested}"
         raise UsageError(f"{setting}: choose one of {', '.join(PRECISIONS)}")
     words = {word.partition("=")[0] for word in extra}
     if own := [flag for flag in ("--fp16", "--bf16", *OTHERS) if flag in words]:
         return {}, [f"# number type: {own[0]}, as the flags request"]
     chosen, why = _choose(requested, launch, resumed)
     if requested != "auto" and chosen == requested:
-        why = f"as {'PRECISION' if variable else 'the data set'} requests"
+        why = f"as {'--precision' if variable else 'the data set'} requests"
     flags: Flags = {} if chosen == "fp32" else {chosen: True}
     if chosen == "fp16" and "--expert-parallel" in words:
         flags["fp16-no-flatten-grads"] = True

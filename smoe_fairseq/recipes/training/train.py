@@ -55,7 +55,7 @@ def train(dataset: Dataset, method: str, flags: Sequence[str], force_resume: boo
         force_resume: resume a run even if its flags differ.
     """
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        raise UsageError("torchrun: a recipe starts it itself; expected GPUS or --gpus instead")
+        raise UsageError("torchrun: a recipe starts it itself; expected --gpus instead")
     folders = Folders(dataset)
     if not dataset.settings.dry_run:
         folders.check_prepared(dataset.pairs)
@@ -90,7 +90,7 @@ def train(dataset: Dataset, method: str, flags: Sequence[str], force_resume: boo
         run_identity = (method, folders.binary, [*words, *started], launch.processes)
         if not identity.claim(*run_identity, force_resume, machines):
             limits = " or ".join(identity.limits(flag_values(words))) or "--max-update"
-            advice = f"give a larger {limits} to continue, or another SEED for another run"
+            advice = f"give a larger {limits} to continue, or another --seed for another run"
             print(f"{folder} is trained already, to the requested limits: {advice}")
             return
     _run_lines(dataset, launch, words, start, notes, upcycle)
@@ -231,7 +231,7 @@ def _adapt_flags(
         flags, extra = flags | sizes, extra if batch.name else without_sizes(extra, sizes)
         notes.append(f"# {batch}")
         if batch.name and dataset.batch:
-            notes.append(f"# BATCH: {batch_choices(dataset)}")
+            notes.append(f"# --batch: {batch_choices(dataset)}")
         if not batch.is_close:
             warn(f"the batch differs from the requested size: {batch}")
         if batch.name == "release" and has_strata(flags) and "smoe-norm" not in flags:
