@@ -113,7 +113,8 @@ def check_fit(path: Path, weights: Mapping[str, Tensor], target: Mapping[str, Te
 def refuse_experts(path: Path, state: Mapping) -> None:
     """Raise UsageError if the model has experts."""
     if any(".moe." in name for name in state.get("model") or ()):
-        raise UsageError(f"{path} has experts: expected a dense model (--moe-freq 0)")
+        dense = "a dense model (--moe-freq 0), whose feed-forward networks become experts"
+        raise UsageError(f"{path} has experts: expected {dense}")
 
 
 def transformer_options(path: Path, state: Mapping) -> dict:

@@ -198,8 +198,8 @@ def _advice(row: Row, dataset: Dataset) -> Iterator[tuple[str, dict[str, dict]]]
     """The faults of a pair, each with the settings that solve it."""
     counts, kept, clean = row.counts, row.counts["kept"], dataset.clean
     names = zip(SIDES, ("sources", "targets", "pairs"), strict=True)
-    if sides := ", ".join(f"{name}: {row.leaked[x]:,}" for x, name in names if row.leaked[x]):
-        leaked = f"{counts['overlap']:,} training pairs have sentences of the test set ({sides})"
+    if sides := ", ".join(f"{row.leaked[x]:,} {name}" for x, name in names if row.leaked[x]):
+        leaked = f"{sides} of the test set are in training pairs ({counts['overlap']:,})"
         yield f"{leaked}, so scores will be too good", {"clean": {"overlap": "drop"}}
     if elsewhere := row.leaked["other pairs"]:
         leaked = f"{elsewhere:,} sentences of the test set are in the training text of other pairs"
