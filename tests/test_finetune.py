@@ -237,6 +237,17 @@ def test_refused_in_training(tuned, words, named):
     refused(step_here("train", "mine", *words.split(), cwd=folder, **settings), *named)
 
 
+def test_evaluated_before_training(tuned, tmp_path):
+    folder, settings = tuned
+    settings = settings | {"RUN_DIR": str(tmp_path / "runs"), "JOBS": "1"}
+    missing = step_here("evaluate", "mine", "dense", cwd=folder, **settings)
+    refused(missing, tmp_path / "runs/mine/dense/checkpoint_best.pt")
+    assert not (tmp_path / "runs").exists()
+    scored = step_here("evaluate", "mine", "pretrained", cwd=folder, **settings)
+    assert scored.returncode == 0, scored.stderr
+    assert [path.name for path in (tmp_path / "runs/mine").iterdir()] == ["pretrained"]
+
+
 def test_one_direction_from_random_weights_by_the_loss(tuned, nllb, tmp_path):
     """What a data set's file can ask for: a pair as it is written, and validation without translations."""
     change = {"pretrained": str(nllb), "one-way": True, "validate": {"metric": "loss", "every": 1}}

@@ -5,7 +5,7 @@ import subprocess
 
 import pytest
 from commands import step_here
-from test_recipes import ROOT, commands, recipe, refusal, value
+from test_recipes import ROOT, commands, recipe, refusal, value, write_dataset
 
 from smoe_fairseq import cli
 from smoe_fairseq.recipes.training import precision
@@ -151,6 +151,18 @@ def test_unknown_hardware_and_batch(tmp_path, variable, given):
     assert f"--{variable.lower()} {given}" in sentence
     if variable == "BATCH":
         assert "paper (65,000)" in sentence and "release" not in sentence
+
+
+def test_a_batch_is_set_by_its_name_alone(tmp_path):
+    content = {"batch": {"small": 3000}, "experts": 8}
+    content["train"] = {"max-tokens": 4096, "arch": "smoe_transformer_tiny"}
+    content["train"] |= {"lr": 1, "max-update": 9}
+    given = write_dataset(tmp_path / "c", "mine", pairs=["en-de"], **content)
+    (tmp_path / "run").mkdir()
+    for name, tokens in (("", "4096"), ("small", "3000")):
+        printed = dry(tmp_path / "run", "train", "mine", "moe", BATCH=name, **given)
+        (line,) = commands(printed, "fairseq-train")
+        assert value(line, "--max-tokens") == tokens
 
 
 def test_launchers(tmp_path):

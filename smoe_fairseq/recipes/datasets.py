@@ -209,6 +209,11 @@ def _check(merged: Mapping[str, Any], path: Path, configs: Path) -> None:
     for key, languages in (lists | {"languages": merged["languages"]}).items():
         if others := sorted(set(languages) - known):
             raise UsageError(f"{path}: `{key}` has {others[0]}, which none of `pairs` has")
+    names = [name.lower() for name in merged["metrics"]]
+    if twice := [name for n, name in enumerate(names) if name in names[:n]]:
+        raise UsageError(
+            f"{path}: `metrics.{twice[0]}` is there twice, but for upper and lower case"
+        )
     statements = {f"statements.{each}": both for each, both in merged["statements"].items()}
     for statement, (first, second) in statements.items():
         if first == second:

@@ -77,7 +77,8 @@ def data_of(checkpoint: Path, saved: str, data: Path | str | None = None) -> str
                 return str(place)
     raise UsageError(
         f"{saved or 'a folder'}, with the dictionaries that {checkpoint} was trained with, is missing: "
-        "expected dict.*.txt beside the checkpoint, or their folder by --data (in Python data_name_or_path)"
+        "expected dict.*.txt beside the checkpoint, or their folder (--data of commands that have it, "
+        "data_name_or_path in Python)"
     )
 
 

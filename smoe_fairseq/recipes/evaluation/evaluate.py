@@ -77,10 +77,10 @@ def evaluate(dataset: Dataset, method: str, flags: Sequence[str], checkpoint: st
         UsageError: the method is unknown, its checkpoint or the test text is missing, a flag or a file is
             invalid, or another process evaluates this run.
     """
-    if dataset.start and method != PRETRAINED:
-        _evaluate_pretrained(dataset, flags)
     settings = dataset.settings
     evaluation = plan(dataset, method, flags, checkpoint or dataset.checkpoint)
+    if dataset.start and method != PRETRAINED:
+        _evaluate_pretrained(dataset, flags)
     scorer = scores.scorer(settings)
     for direction in sorted(
         {*dataset.directions, *dataset.kept_directions} - set(evaluation.directions)
@@ -114,8 +114,6 @@ def _evaluate_pretrained(dataset: Dataset, flags: Sequence[str]) -> None:
     """Score the model before any update, once."""
     folder = Folders(dataset).runs / PRETRAINED
     if not (folder / scores.FILE).exists():
-        if not dataset.settings.dry_run:
-            folder.mkdir(exist_ok=True)
         with suppress(locks.InUse):  # another run's evaluation does it
             evaluate(dataset, PRETRAINED, flags)
 
@@ -212,6 +210,7 @@ def _save_others(evaluation: Evaluation, metric: str) -> None:
 
 def _translate(evaluation: Evaluation) -> None:
     """Translate and score the directions that are not done, the longest test set first."""
+    evaluation.folder.mkdir(parents=True, exist_ok=True)  # that of PRETRAINED may be missing
     locks.lock_folder(evaluation.folder, locks.EVALUATION)
     scored = evaluation.resume()
     for direction, score in scored.items():

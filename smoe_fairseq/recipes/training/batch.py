@@ -80,7 +80,7 @@ def plan_batch(
             share the batch.
     """
     frequencies = flag_values(extra).get("--update-freq", str(flags.get("update-freq", 1)))
-    name = dataset.settings.batch or ("paper" if _named(dataset) else "")
+    name = dataset.settings.batch or ("paper" if "paper" in _named(dataset) else "")
     if not name and {",", "["} & set(frequencies):
         return None
     typed = {name: _number(extra, f"--{name}") for name in (*SIZES, "update-freq")}
