@@ -203,6 +203,17 @@ def test_without_its_last_checkpoint_a_run_goes_on_from_the_newest(tmp_path, suf
     assert "--restore-file runs/multi30k/moe/checkpoint_2_20.pt" in printed
     (folder / f"checkpoint_last{suffix}.pt").touch()
     assert "--restore-file" not in recipe(tmp_path, "train", "multi30k", "moe", **given).stdout
+    # With a file, the same command goes on with what was saved since; crash.pt is newer.
+    file = tmp_path / "crash.pt"
+    file.touch()
+    words, lasts = ("train", "multi30k", "moe", "--restore-file", str(file)), []
+    for time in (1, 3):
+        os.utime(file, (time, time))
+        os.utime(folder / f"checkpoint_last{suffix}.pt", (2, 2))
+        lasts.append(
+            recipe(tmp_path, *words, **given).stdout.split("--restore-file ")[-1].split()[0]
+        )
+    assert lasts == ["checkpoint_last.pt", str(file)]
     last = folder / f"checkpoint_last{suffix}.pt"
     last.write_bytes(b"PK, and the rest is lost")
     assert f"{last.relative_to(tmp_path)} is cut off" in refusal(

@@ -94,6 +94,7 @@ PROGRAMS = ("task", "generate", "sacrebleu")
         ("pairs: [en-no]\nraw: {codes: {'no': 5}}\n", "raw.codes.no"),
         ({"pairs": ["a-b"], "shards": "2"}, "shards"),
         *(({"pairs": ["a-b"], "metrics": {x: "wc"}}, x) for x in ("bleu", "chrF++", "COMET")),
+        ({"pairs": ["a-b"], "classes": {"all": ["a"]}}, "classes.all"),
         ({"pairs": ["a-b"], "metrics": {"Len": "wc", "len": "wc"}}, "metrics.len"),
         ({"pairs": ["a-b"], "study": "moe"}, "study"),
         ({"pairs": ["a-b"], "statements": {"x": ["moe"]}}, "statements.x"),
@@ -124,7 +125,7 @@ PROGRAMS = ("task", "generate", "sacrebleu")
         ({"pairs": ["a-b"], "raw": {"messages": {}}}, "raw.messages.layout"),
         ({"pairs": ["a-b"], "raw": {"archives": [{"size": 1}]}}, "raw.archives[0].url"),
     ],
-    ids=range(67),
+    ids=range(68),
 )
 def test_what_a_file_may_not_hold(configs, content, words):
     path = configs(content)

@@ -209,6 +209,8 @@ def _check(merged: Mapping[str, Any], path: Path, configs: Path) -> None:
     for key, languages in (lists | {"languages": merged["languages"]}).items():
         if others := sorted(set(languages) - known):
             raise UsageError(f"{path}: `{key}` has {others[0]}, which none of `pairs` has")
+    if "all" in merged["classes"]:
+        raise UsageError(f"{path}: `classes.all`: that is the name of the mean of all languages")
     names = [name.lower() for name in merged["metrics"]]
     if twice := [name for n, name in enumerate(names) if name in names[:n]]:
         raise UsageError(

@@ -62,6 +62,11 @@ def train(dataset: Dataset, method: str, flags: Sequence[str], force_resume: boo
     launch, words, notes = plan(dataset, method, flags)
     folder = Path(flag_values(words)["--save-dir"])
     restored = flag_values(words).keys() & {"--restore-file", "--finetune-from-model"}
+    if newer := _newer_than_restored(folder, flag_values(words).get("--restore-file")):
+        words = [*words, "--restore-file", "checkpoint_last.pt"]
+        warn(
+            f"training resumes from {newer}, which is newer than --restore-file: delete it otherwise"
+        )
     start, upcycle = [], []  # in the command, and before it
     if started := pretrained.started(dataset, words):
         start, upcycle = _start(dataset, words, folder)
@@ -94,6 +99,16 @@ def train(dataset: Dataset, method: str, flags: Sequence[str], force_resume: boo
             print(f"{folder} is trained already, to the requested limits: {advice}")
             return
     _run_lines(dataset, launch, words, start, notes, upcycle)
+
+
+def _newer_than_restored(folder: Path, given: str | None) -> Path | None:
+    """The run's last checkpoint, if it was saved after the given file: by a run that began with that."""
+    last = max(
+        folder.glob("checkpoint_last*.pt"), key=lambda path: path.stat().st_mtime_ns, default=None
+    )
+    if given is None or last is None or not Path(given).is_file():
+        return None
+    return last if last.stat().st_mtime_ns > Path(given).stat().st_mtime_ns else None
 
 
 def _run_lines(
