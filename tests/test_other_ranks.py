@@ -108,7 +108,7 @@ def test_batches_of_sentences(monkeypatch):
     monkeypatch.delenv("BATCH", raising=False)
     dataset, flags = load_dataset("multi30k"), {"batch-size": 4}
     assert plan_batch(dataset, flags, 2).flags() == {"batch-size": 2, "update-freq": 1}
-    with pytest.raises(UsageError, match="^3 ranks .* is 2 or 4; or set BATCH$"):
+    with pytest.raises(UsageError, match="^3 ranks .* is 2 or 4; or set --batch$"):
         plan_batch(dataset, flags, 3)
     both = plan_batch(dataset, {"max-tokens": 4096}, 4, ["--max-sentences", "64"])
     assert both.flags() == {"max-tokens": 1024, "batch-size": 16, "update-freq": 1}

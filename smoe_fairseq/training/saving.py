@@ -70,7 +70,6 @@ class SaveTimer:
     def _note(self, number: int, _frame) -> None:
         if not self.status:
             self.status = 128 + number
-            locks.tell("ends after a save")
             return
         for each, action in self.before.items():
             signal.signal(each, action)
@@ -89,6 +88,7 @@ class SaveTimer:
                 os._exit(128 + number)
             if number in self.before:
                 name, first = signal.Signals(number).name, False
+                locks.tell("ends after a save")
                 logger.warning(f"{name}: training ends after this update; again: at once")
 
     def wanted(self, device: torch.device) -> int:
