@@ -180,9 +180,13 @@ def plan(
     recipe |= {"seed": seed_of(dataset)}
     if flag_values(flags).get("--criterion", recipe.get("criterion")) != CRITERION:
         recipe.pop("save-interval-minutes", None)  # a flag of ours
-    updates = str(flag_values(flags).get("--max-update", recipe.get("max-update")))
-    if updates.isdigit() and 0 < int(updates) < 10 * recipe["log-interval"]:
-        recipe["log-interval"] = max(1, int(updates) // 10)
+    given = (
+        flag_values(flags).get("--max-update", recipe.get("max-update")),
+        recipe.get("log-interval"),
+    )
+    updates, interval = (int(each) if str(each).isdecimal() else 0 for each in given)
+    if 0 < updates < 10 * interval:
+        recipe["log-interval"] = max(1, updates // 10)
     launch = plan_launch(dataset.settings, [*arguments(recipe), *flags])
     recipe, extra, notes = _adapt_flags(dataset, recipe, launch, flags, folder)
     words = [*data_arguments(dataset), *arguments(recipe)]
