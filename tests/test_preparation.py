@@ -270,13 +270,15 @@ def test_full_disk(tmp_path, raw, given, prepared, name, workers):
     assert tree(tmp_path) == whole
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, soak(signal.SIGKILL)])
-def test_an_interrupted_preparation_continues(tmp_path, raw, given, number):
+@pytest.mark.parametrize(
+    "number, times", [(signal.SIGTERM, ("first",)), soak(signal.SIGKILL, ("first", "again"))]
+)
+def test_an_interrupted_preparation_continues(tmp_path, raw, given, number, times):
     """Also one that replaces another; other settings begin again."""
     words = ["prepare", "tiny", "--raw", str(raw), "--vocab-size", "300"]
     command = [sys.executable, "-P", "-m", "smoe_fairseq.recipes", *words]
     data, partial = tmp_path / "data/tiny", tmp_path / "data/tiny/bin.partial"
-    for name in ("first", "again"):
+    for name in times:
         with (tmp_path / "said").open("w") as said:
             process = subprocess.Popen(command, cwd=tmp_path, env=os.environ | given, stdout=said)
             wait_until((partial / "spm.model").exists, process)
