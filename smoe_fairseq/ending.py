@@ -6,7 +6,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import NoReturn, TextIO
 
@@ -24,18 +24,9 @@ def exit_on_signals() -> Iterator[None]:
 
     Ignored signals (nohup, a shell's background jobs) stay ignored.
     """
-    if threading.current_thread() is not threading.main_thread():  # only it can set handlers
-        yield
-        return
     default = (signal.SIG_DFL, signal.default_int_handler)
-    before = {n: action for n in ENDING if (action := signal.getsignal(n)) in default}
-    try:
-        for number in before:
-            signal.signal(number, _exit)
+    with _handled(_exit, lambda action: _in_main_thread() and action in default):
         yield
-    finally:
-        for number, action in before.items():
-            signal.signal(number, action)
 
 
 def _exit(number: int, _frame) -> None:
@@ -45,16 +36,9 @@ def _exit(number: int, _frame) -> None:
 @contextmanager
 def ended_by_signals() -> Iterator[None]:
     """Signals of `ENDING` end this process at once, also in a long call of a library; nothing is removed."""
-    ours = threading.current_thread() is threading.main_thread()
-    before = {n: signal.getsignal(n) for n in ENDING if ours}
-    for number in before:
-        if before[number] is not signal.SIG_IGN:
-            signal.signal(number, signal.SIG_DFL)
-    try:
+    ignored = signal.SIG_IGN
+    with _handled(signal.SIG_DFL, lambda action: _in_main_thread() and action is not ignored):
         yield
-    finally:
-        for number, action in before.items():
-            signal.signal(number, action)
 
 
 @contextmanager
@@ -64,16 +48,34 @@ def deferring_signals() -> Iterator[None]:
     A process that starts in the context never receives SIGINT: Ctrl-C is for the parent, which ends it.
     """
     received: list[int] = []
-    before = {n: signal.signal(n, lambda number, _: received.append(number)) for n in ENDING}
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # is inherited
     try:
-        yield
+        with _handled(lambda number, _: received.append(number)):
+            mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # is inherited
+            try:
+                yield
+            finally:
+                signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        for number, action in before.items():
-            signal.signal(number, action)
         for number in received:
             signal.raise_signal(number)
+
+
+@contextmanager
+def _handled(handler: Callable | int, applies: Callable = lambda action: True) -> Iterator[None]:
+    """In the context, ``handler`` handles those of `ENDING` to whose present action it ``applies``."""
+    before = {n: action for n in ENDING if applies(action := signal.getsignal(n))}
+    try:
+        for number in before:
+            signal.signal(number, handler)
+        yield
+    finally:
+        for number, action in before.items():
+            signal.signal(number, action)
+
+
+def _in_main_thread() -> bool:
+    """Only there can handlers be set."""
+    return threading.current_thread() is threading.main_thread()
 
 
 _prctl = getattr(ctypes.CDLL(None), "prctl", None)  # Linux only

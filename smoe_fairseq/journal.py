@@ -41,9 +41,8 @@ class Journal:
                     raise UsageError(f"{file} is in use by another process") from None
             with open(file, "rb") as lines:
                 first = next(lines, b"")
-                rest = [
-                    len(line) for line in lines if line.endswith(b"\n")
-                ]  # the last may be cut off
+                # The last one may be cut off.
+                rest = [len(line) for line in lines if line.endswith(b"\n")]
         head = json.dumps({_HEAD: key}).encode() + b"\n"
         if first and not first.startswith(f'{{"{_HEAD}": '.encode()):
             raise UsageError(f"{file} exists and is no unfinished translation: rename it")

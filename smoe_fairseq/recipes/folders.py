@@ -28,6 +28,12 @@ def final(path: Path) -> str:
     return str(Path(*(part.removesuffix(PARTIAL) for part in path.parts)))
 
 
+def print_written(output: Path, number: int, left: int, counts: str) -> None:
+    """Print the ``counts`` of the files that were ``left`` to write of a ``number``."""
+    kept = f"; {number - left} were complete" * (left < number)
+    print(f"{final(output)}: {left} files, {counts}{kept}", flush=True)
+
+
 @dataclass(frozen=True)
 class Folders:
     """The folders of one data set: below ``DATA_DIR`` (data/) and ``RUN_DIR`` (runs/)."""

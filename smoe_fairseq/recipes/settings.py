@@ -13,9 +13,8 @@ from smoe_fairseq.errors import UsageError
 from smoe_fairseq.flags import filled, flag_of
 
 LARGEST_SEED = 2**31 - 1
-Parse = Callable[
-    [str, str], Any
-]  # the value of a text, "" where it is not set, and of what names it
+# The value of a text ("": not set), after what names it in a message: "--gpus " or "DRY_RUN=".
+Parse = Callable[[str, str], Any]
 
 
 def _whole(least: int, default: int | None = None, most: float = math.inf) -> Parse:

@@ -1,7 +1,6 @@
 """``smoe translate``: text in, translations out."""
 
 import hashlib
-import itertools
 import json
 import os
 import re
@@ -11,6 +10,7 @@ from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, fields
+from itertools import groupby, islice
 from pathlib import Path
 from typing import BinaryIO, TextIO
 
@@ -40,9 +40,7 @@ def text_lines(stream: BinaryIO, size: int, first: int = 1) -> list[str]:
     Raises:
         UsageError: a line is not UTF-8.
     """
-    return [
-        _decoded(line, number) for number, line in enumerate(itertools.islice(stream, size), first)
-    ]
+    return [_decoded(line, number) for number, line in enumerate(islice(stream, size), first)]
 
 
 def _decoded(line: bytes, number: int) -> str:
@@ -224,7 +222,7 @@ def _translate(
 
 def _chunks(journal: Iterable, size: int) -> Iterator[Chunk]:
     """The parts of a journal in chunks of ``size`` lines, of which the last one may be incomplete."""
-    for _, parts in itertools.groupby(journal, lambda part: (part[0] - 1) // size):
+    for _, parts in groupby(journal, lambda part: (part[0] - 1) // size):
         yield {(number - 1) % size: (text, lines) for number, text, lines in parts}
 
 

@@ -36,8 +36,8 @@ def check_languages(run, task, given: Mapping[str, str], data: str) -> dict[str,
     """
     folder, found = Path(split_paths(data)[0]), {}
     languages = sorted(file.name[len("dict.") : -len(".txt")] for file in folder.glob("dict.*.txt"))
-    names = {file.name.split(".")[1] for file in folder.glob("*.*-*.*.idx")}  # train.en-de.en.idx
-    pair = [*names][0].split("-") if len(names) == 1 else ()  # fairseq infers it likewise
+    pairs = {file.name.split(".")[1] for file in folder.glob("*.*-*.*.idx")}  # train.en-de.en.idx
+    pair = pairs.pop().split("-") if len(pairs) == 1 else ()  # fairseq infers it likewise
     inferred = dict(zip(given, pair)) if len(pair) == len(given) == 2 else {}
     for name, lang in given.items():
         trained = getattr(task, name, None) or inferred.get(name)

@@ -67,7 +67,9 @@ def comparison(dataset: Dataset, first: str, second: str, metric: str = scores.B
             )
         signatures |= kinds
         points = [system.points([direction]) for system in systems.values()]
-        rows.append([direction, *_row(points, _bootstrap(dataset, direction, one, other, metric))])
+        rows.append(
+            [direction, *_row(points, _bootstrap(dataset, direction, one, other, metric, points))]
+        )
         if several:
             rows[-1].append(number(permutation_p(*points), digits=4))
     names = [f"{name}, mean of {len(s.runs)}" if several else name for name, s in systems.items()]
@@ -191,15 +193,19 @@ def _row(points: Sequence[Sequence[float]], p: float | None) -> list[str]:
 
 
 def _bootstrap(
-    dataset: Dataset, direction: str, first: _System, second: _System, metric: str
+    dataset: Dataset,
+    direction: str,
+    first: _System,
+    second: _System,
+    metric: str,
+    points: Sequence[Sequence[float]],
 ) -> float | None:
-    """The p-value; None for scores that are equal to two decimals."""
+    """The p-value; None for scores (``points``, of all runs) whose means are equal to two decimals."""
     files = [system.translations(direction) for system in (first, second)]
     if scores.METRICS.get(metric) is None:
         lines = ([scores.numbers_of_lines(file, metric) for file in of_runs] for of_runs in files)
         return mean_p_value(*(np.mean(of_runs, axis=0) for of_runs in lines))
-    means = (statistics.fmean(system.points([direction])) for system in (first, second))
-    if abs(next(means) - next(means)) < 0.005:
+    if abs(statistics.fmean(points[0]) - statistics.fmean(points[1])) < 0.005:
         return None
     language = direction.split("-")[1]
     reference = test_file(dataset, direction, language)

@@ -35,7 +35,7 @@ from smoe_fairseq.recipes.data.raw import (
 from smoe_fairseq.recipes.data.subwords import encode_files
 from smoe_fairseq.recipes.data.text_files import Chunk, map_chunks
 from smoe_fairseq.recipes.datasets import Dataset, both_orders
-from smoe_fairseq.recipes.folders import final, shard_folders
+from smoe_fairseq.recipes.folders import final, print_written, shard_folders
 from smoe_fairseq.subwords import read_subwords, write_sums
 
 SUFFIXES = ("bin", "idx")
@@ -79,8 +79,7 @@ def binarise(
     counts = binarise_files(vocabulary, left, workers)
     for shard in shards:
         write_sums(shard)
-    kept = f"; {len(files) - len(left)} were complete" * (len(left) < len(files))
-    print(f"{final(output)}: {len(left)} files, {counts}{kept}", flush=True)
+    print_written(output, len(files), len(left), counts)
 
 
 def _files(folder: Path, pair: str, splits: Sequence[str]) -> Iterator[Path]:

@@ -27,9 +27,8 @@ from smoe_fairseq.recipes.program_flags import FAIRSEQ_POSITIONS, arguments
 
 # In the folder of binarised text: what it was made of, see `_origin`.
 _RECORD = "preparation.json"
-_UNFINISHED = (
-    "unfinished.json"  # until the folder is complete: what it will be made of, see `_made_of`
-)
+# There until the folder is complete: what it will be made of, see `_made_of`.
+_UNFINISHED = "unfinished.json"
 _END = 2**16  # bytes of a file's beginning and end in its digest
 
 

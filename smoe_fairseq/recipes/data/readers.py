@@ -20,7 +20,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from itertools import chain, zip_longest
+from itertools import zip_longest
 from pathlib import Path
 from typing import IO, Any
 
@@ -279,26 +279,35 @@ def _rows(path: Path) -> Iterator[tuple[int, list[str]]]:
     A quoted cell may have line breaks, which become blanks. A last cell whose quote is open is joined with
     the lines that follow, if that closes it and no row gets more cells than the first line has.
     """
-    columns, held = 0, []
-    for number, line in chain(enumerate(lines(path), 1), [(0, None)]):
-        held += [(number, line)] if number else []
-        while held:
-            cells = "\n".join(line for _, line in held).split("\t")
-            columns = columns or len(cells)
-            broken = [cell for cell in cells if "\n" in cell]
-            is_open = cells[-1].startswith('"') and cells[-1].count('"') % 2 == 1
-            if is_open and len(cells) <= columns and number and len(held) < 100:
+    columns, numbered, again = 0, enumerate(lines(path), 1), []
+
+    def read() -> tuple[int, str] | None:
+        return again.pop() if again else next(numbered, None)
+
+    while first := read():
+        cells, more = first[1].split("\t"), []
+        columns = columns or len(cells)
+        while _is_open(cells[-1]) and len(cells) <= columns and len(more) < 99:
+            if (following := read()) is None:
                 break
-            if len(cells) > columns and broken or any(unquoted(cell) == cell for cell in broken):
-                rest, cells = held[1:], held[0][1].split("\t")
-            else:
-                rest = []
-            if cells != [""]:
-                yield (
-                    held[0][0],
-                    [unquoted(c).replace("\n", " ") if "\n" in c else c for c in cells],
-                )
-            held = rest
+            more.append(following)
+            rest, *others = following[1].split("\t")
+            cells = [*cells[:-1], f"{cells[-1]}\n{rest}", *others]
+        if more:
+            whole = [unquoted(cell) if "\n" in cell else cell for cell in cells]
+            quoted = all(new != cell for cell, new in zip(cells, whole) if "\n" in cell)
+            if quoted and len(cells) <= columns:
+                cells = [cell.replace("\n", " ") for cell in whole]
+            else:  # these are rows of their own
+                cells = first[1].split("\t")
+                again += more[::-1]
+        if cells != [""]:
+            yield first[0], cells
+
+
+def _is_open(cell: str) -> bool:
+    """Whether a cell begins with a quote that it does not close."""
+    return cell.startswith('"') and cell.count('"') % 2 == 1
 
 
 _ROLES = {"source", "target", "src", "tgt"}  # names of columns that do not tell the language

@@ -23,7 +23,7 @@ from smoe_fairseq.recipes.commands import add_subword_options
 from smoe_fairseq.recipes.data import readers
 from smoe_fairseq.recipes.data.normalization import nfc_rules
 from smoe_fairseq.recipes.data.text_files import Chunk, count_lines, map_chunks
-from smoe_fairseq.recipes.folders import final, shard_names
+from smoe_fairseq.recipes.folders import final, print_written, shard_names
 from smoe_fairseq.recipes.processes import warn
 from smoe_fairseq.recipes.program_flags import arguments
 from smoe_fairseq.subwords import read_subwords
@@ -243,8 +243,7 @@ def encode(
         folder.mkdir(parents=True, exist_ok=True)
     left = [file for file in files if not (folders[0] / file.name).exists()]
     lines = encode_files(loaded, left, folders, longest, workers)
-    kept = f"; {len(files) - len(left)} were complete" * (len(left) < len(files))
-    print(f"{final(output)}: {len(left)} files, {lines:,} lines{kept}", flush=True)
+    print_written(output, len(files), len(left), f"{lines:,} lines")
 
 
 @dataclass(frozen=True)
