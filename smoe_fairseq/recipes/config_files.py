@@ -40,7 +40,7 @@ def method_file(name: str, configs: Path) -> tuple[Path, str]:
 
 def choice(name: str, known: list[str]) -> str:
     """What to write in place of an unknown name, for an error message."""
-    near = nearest(name, known)
+    near = nearest(name, known, 0.6)
     return f"did you mean {near}? " * bool(near) + f"choose one of {', '.join(known)}"
 
 
