@@ -63,6 +63,15 @@ def raw(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
+def short(raw, tmp_path_factory) -> Path:
+    """The first lines of that text, where one process is enough."""
+    folder = shutil.copytree(raw, tmp_path_factory.mktemp("short") / "text")
+    for file in folder.glob("train.en-fr.*"):
+        file.write_bytes(b"".join(file.read_bytes().splitlines(keepends=True)[:1500]))
+    return folder
+
+
+@pytest.fixture(scope="module")
 def given(tmp_path_factory) -> dict[str, str]:
     return write_dataset(tmp_path_factory.mktemp("c") / "configs", "tiny", pairs=PAIRS, raw={})
 
@@ -273,9 +282,9 @@ def test_full_disk(tmp_path, raw, given, prepared, name, workers):
 @pytest.mark.parametrize(
     "number, times", [(signal.SIGTERM, ("first",)), soak(signal.SIGKILL, ("first", "again"))]
 )
-def test_an_interrupted_preparation_continues(tmp_path, raw, given, number, times):
+def test_an_interrupted_preparation_continues(tmp_path, short, given, number, times):
     """Also one that replaces another; other settings begin again."""
-    words = ["prepare", "tiny", "--raw", str(raw), "--vocab-size", "300"]
+    words = ["prepare", "tiny", "--raw", str(short), "--vocab-size", "300"]
     command = [sys.executable, "-P", "-m", "smoe_fairseq.recipes", *words]
     data, partial = tmp_path / "data/tiny", tmp_path / "data/tiny/bin.partial"
     for name in times:
@@ -295,6 +304,8 @@ def test_an_interrupted_preparation_continues(tmp_path, raw, given, number, time
             whole = run_step(*words, cwd=tmp_path, **given) and tree(data / "bin")
             shutil.rmtree(data / "bin")
         assert found == whole
+    if len(times) == 1:
+        return
     partial.mkdir()
     (partial / "unfinished.json").write_bytes(record)
     (partial / "spm.model").write_bytes(b"of other settings")
@@ -302,9 +313,9 @@ def test_an_interrupted_preparation_continues(tmp_path, raw, given, number, time
     assert (data / "bin/spm.model").read_bytes() == found["spm.model"]
 
 
-def test_text_that_was_edited_since_an_interruption_is_read(tmp_path, raw, given):
+def test_text_that_was_edited_since_an_interruption_is_read(tmp_path, short, given):
     """Also in the middle, to the same size."""
-    text = shutil.copytree(raw, tmp_path / "raw")
+    text = shutil.copytree(short, tmp_path / "raw")
     words = ["prepare", "tiny", "--raw", str(text), "--vocab-size", "300"]
     command = [sys.executable, "-P", "-m", "smoe_fairseq.recipes", *words]
     process = subprocess.Popen(command, cwd=tmp_path, env=os.environ | given)

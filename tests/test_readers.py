@@ -284,10 +284,12 @@ NAMED = {  # files without .gz; settings; a word of the error that a folder with
     "zip": (["corpus.zip"], None, "corpus.zip"),
     "half": (["train.en", "valid.en"], None, "train.en"),
     "folders": (
-        ["en-ha/train.tsv", "en-ha/dev.tsv"],
-        {"files": "{pair}/{split}.tsv", "splits": {"valid": "dev"}},
-        "{pair}/{split}.tsv",
+        ["en-ha/train.tsv", "en-ha/dev.json"],
+        {"splits": {"valid": "dev"}},
+        "valid: dev",
     ),
+    "pattern": (["en-ha/train.tsv", "en-ha/valid.tsv"], {"files": "{pair}/{split}.tsv"}, ""),
+    "meant folders": (["eng-hau/train.json", "eng-hau/valid", "eng-hau/test"], {}, ""),
 }
 
 

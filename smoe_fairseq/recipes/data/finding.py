@@ -75,8 +75,8 @@ def find(dataset: Dataset, source: Path, split: str, pair: str) -> Section | Non
     (``raw.files``), or directly in ``source``, such as ``train.en-ha.ha`` or ``train.ha``. Or a file for both
     languages (see `readers`), such as ``train.en-ha.tsv`` or ``train.tmx``. Last, text that is not split:
     named by ``raw.files`` alike for all splits, a ``{language}.txt`` for each language,
-    ``{pair}.{language}`` or ``{pair}.tsv``, which are split by ``raw.parallel`` and ``raw.split``. All of
-    these may be compressed. ``raw.splits`` gives other names of the splits. Names of languages match by
+    ``{pair}.{language}`` or ``{pair}.tsv``, which are split by ``raw.parallel`` and ``raw.split``. A pair
+    that has none of these may have them in its own folder, such as ``en-ha``. All may be compressed. ``raw.splits`` gives other names of the splits. Names of languages match by
     meaning if none is the same.
 
     Raises UsageError if several match, and for settings that give one text to train and to validate or test.
@@ -107,7 +107,8 @@ def find(dataset: Dataset, source: Path, split: str, pair: str) -> Section | Non
         candidates = [published if undivided else {}, *place.unsplit(by_meaning)]
         if found := _only_one(candidates[:1]) or _only_one(candidates):
             return make({x: found[x] for x in languages}, **_part(dataset, found, split))
-    return None
+    folder = place.folder() if "files" not in dataset.raw else None
+    return find(dataset, folder, split, pair) if folder else None
 
 
 def _check_other(setting: str, names: Mapping[str, Any], split: str, dataset: Dataset) -> None:
@@ -125,6 +126,11 @@ class _Place:
     languages: list[str]
     codes: Mapping[str, str]
     all_languages: tuple[str, ...]
+
+    def folder(self) -> Path | None:
+        """The pair's own folder, such as ``en-ha``; None if there is none."""
+        names = [*self.pairs("", by_meaning=False), *self.pairs("", by_meaning=True)]
+        return next(filter(Path.is_dir, (self.source / name for name in names)), None)
 
     def of_split(self, split: str, by_meaning: bool) -> list[ByLanguage]:
         """Candidates for the text of a split, by the names that it may have."""
@@ -162,7 +168,7 @@ class _Place:
         """A file that holds both languages and has one of the names; raises UsageError if several are."""
         files = [*filter(None, (_existing(self.source / stem, READERS) for stem in stems))]
         if len(files) > 1:
-            raise UsageError(f"{files[0]} and {files[1]} both match the pair: keep one of them")
+            raise _both_match(*files)
         return files[0] if files else None
 
     def pairs(self, before: str, by_meaning: bool) -> list[str]:
@@ -205,8 +211,7 @@ def _only_one(candidates: Iterable[ByLanguage]) -> dict[str, Path] | None:
     """The files by language that are all there; raises UsageError if several candidates are."""
     complete = [files for files in candidates if files and None not in files.values()]
     if other := next((files for files in complete if files != complete[0]), None):
-        first, second = (next(iter(files.values())) for files in (complete[0], other))
-        raise UsageError(f"{first} and {second} both match: keep one of them")
+        raise _both_match(*(next(iter(files.values())) for files in (complete[0], other)))
     return complete[0] if complete else None
 
 
@@ -215,8 +220,13 @@ def _existing(path: Path, endings: Iterable[str] = ("",)) -> Path | None:
     names = (f"{path}{ending}{compressed}" for ending in endings for compressed in COMPRESSED)
     files = [*map(Path, filter(os.path.lexists, names))]
     if len(files) > 1:
-        raise UsageError(f"{files[0]} and {files[1]} both match: keep one of them")
+        raise _both_match(*files)
     return files[0] if files else None
+
+
+def _both_match(first: Path, second: Path, *_more: Path) -> UsageError:
+    advice = "keep one of them, or give each pair of languages a folder, such as en-ha"
+    return UsageError(f"{first} and {second} both match: {advice}")
 
 
 def publisher_names(dataset: Dataset, split: str, pair: str, language: str) -> tuple[str, ...]:
@@ -283,7 +293,10 @@ def _count(
 
 def missing(dataset: Dataset, source: Path, split: str, pair: str) -> str:
     """That a folder lacks the text of a pair for a split, and what can be done with the files that it has."""
-    first, second = pair.split("-")
+    first, second = languages = pair.split("-")
+    place = _Place(source, languages, dataset.raw.get("codes", {}), dataset.languages)
+    if "files" not in dataset.raw:
+        source = place.folder() or source
     expected = f"{split}.{pair}.tsv, or {split}.{first} and {split}.{second}"
     if "files" in dataset.raw:
         names = (publisher_names(dataset, split, pair, each)[0] for each in (first, second))
@@ -297,11 +310,9 @@ def _remedy(dataset: Dataset, source: Path, split: str, pair: str) -> str:
     there = sorted(path.name for path in source.glob("[!.]*"))
     place = _Place(source, languages, codes, dataset.languages)
     orders = place.pairs("", by_meaning=False)
-    if folder := next((source / order for order in orders if (source / order).is_dir()), None):
-        if "files" in dataset.raw:
-            inside = ", ".join(sorted(path.name for path in folder.glob("[!.]*"))[:5])
-            return f"{folder} has {inside}; all pairs have to fit one pattern"
-        return f'{folder} is a folder: set `raw: {{files: "{{pair}}/{{split}}.tsv"}}`, or as files are named'
+    if folder := place.folder():
+        inside = ", ".join(sorted(path.name for path in folder.glob("[!.]*"))[:5])
+        return f"{folder} has {inside}; leave `raw.files` out, and all such folders are read"
     ends = [(f"{begin}.", "") for begin in (*(f"{split}.{order}" for order in orders), split)]
     for before, after in [*ends, (f"{split}.", ".txt"), *((f"{order}.", "") for order in orders)]:
         files = place.by_language(before, after, by_meaning=True)
