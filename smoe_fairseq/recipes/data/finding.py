@@ -76,8 +76,8 @@ def find(dataset: Dataset, source: Path, split: str, pair: str) -> Section | Non
     languages (see `readers`), such as ``train.en-ha.tsv`` or ``train.tmx``. Last, text that is not split:
     named by ``raw.files`` alike for all splits, a ``{language}.txt`` for each language,
     ``{pair}.{language}`` or ``{pair}.tsv``, which are split by ``raw.parallel`` and ``raw.split``. A pair
-    that has none of these may have them in its own folder, such as ``en-ha``. All may be compressed. ``raw.splits`` gives other names of the splits. Names of languages match by
-    meaning if none is the same.
+    that has none of these may have them in its own folder, such as ``en-ha``. All may be compressed.
+    ``raw.splits`` gives other names of the splits. Names of languages match by meaning if none is the same.
 
     Raises UsageError if several match, and for settings that give one text to train and to validate or test.
     """
