@@ -72,6 +72,17 @@ def test_a_half_published_set_is_read_as_it_was_meant(saves, tmp_path, capsys):
     assert {path: path.read_bytes() for path in (tmp_path / "run").iterdir()} == before
 
 
+def test_a_half_published_set_is_completed_by_the_run_that_resumes(
+    ranks, small_corpus, saves, tmp_path
+):
+    half_published(saves, tmp_path / "run")
+    arguments = flags(small_corpus, tmp_path / "run", "--expert-parallel", "--max-update", 3)
+    ranks.train(tmp_path / "logs", 4, *arguments)
+    found = {path.name: path.read_bytes() for path in (tmp_path / "run").iterdir()}
+    names = [rank_file(LAST, rank).name for rank in range(4)]
+    assert found == {name: (saves[3] / name).read_bytes() for name in names}
+
+
 def test_finetuning_beside_an_incomplete_set(ranks, small_corpus, saves, tmp_path):
     """fairseq decides on every rank by itself whether this is the first launch; all have to agree."""
     consolidated = tmp_path / "whole.pt"
