@@ -32,6 +32,17 @@ def test_lines_come_with_the_first_update_the_last_and_every_so_often(clock, cap
     assert later[-1] == "  update 20 of 20 | loss 5.000 | 50 words/s"
 
 
+def test_a_validation_is_no_time_of_training(clock, capsys):
+    shown = screen.Screen(seconds=10, max_update=0)
+    for update in (1, 2, 3):
+        shown.update(update, None, words=500)
+        shown.validating(update)
+        clock[0] += 1000
+        shown.saved(update, 4.5, 4.5)
+        clock[0] += 10
+    assert capsys.readouterr().out.count("| 50 words/s") == 2
+
+
 def test_a_checkpoint_is_shown_with_its_validation_loss(capsys):
     shown = screen.Screen(seconds=30, max_update=0)
     shown.update(1_000, None, words=0)

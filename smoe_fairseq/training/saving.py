@@ -89,7 +89,9 @@ class SaveTimer:
             if number in self.before:
                 name, first = signal.Signals(number).name, False
                 locks.tell("ends after a save")
-                logger.warning(f"{name}: training ends after this update; again: at once")
+                logger.warning(
+                    f"{name}: training ends after this update, or validation; again: at once"
+                )
 
     def wanted(self, device: torch.device) -> int:
         """0, `_DUE`, or 128 + the number of a signal: the largest of all ranks. A collective call."""

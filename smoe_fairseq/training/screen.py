@@ -114,6 +114,7 @@ class Screen:
         self.began: tuple[float, int] | None = None  # time and number of the first update
         self.shown = (0.0, 0)  # time of the last line, and the number of words up to then
         self.words = 0
+        self.paused: float | None = None  # when a validation began
         if self.terminal:
             atexit.register(self._write, CLEAR)
 
@@ -140,10 +141,14 @@ class Screen:
 
     def validating(self, updates: int) -> None:
         """Show that a validation begins."""
+        self.paused = time.monotonic()
         self._line(f"{self._count(updates)} | validation begins", stays=not self.terminal)
 
     def saved(self, updates: int, value: float | None, best: float | None) -> None:
         """Show a checkpoint, with the validation metric if it was just computed."""
+        if self.paused is not None:  # words per second are those of training
+            time_of_line, words = self.shown
+            self.shown, self.paused = (time_of_line + time.monotonic() - self.paused, words), None
         parts = [self._count(updates)]
         if value is not None:
             mark = " (best)" if value == best else ""

@@ -6,7 +6,7 @@ import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -336,10 +336,11 @@ def _remedy(dataset: Dataset, source: Path, split: str, pair: str) -> str:
             return f"{named[0]} does not tell its language: set {setting}"
     if archive := next((name for name in there if name.endswith(_ARCHIVES)), None):
         return f"{archive} is an archive: unpack it, and give the folder with its files"
+    used = {*SPLITS, *dataset.raw.get("splits", {}).values(), *chain.from_iterable(_ALSO.values())}
     if texts := [
         name
         for name in there
-        if readers.ending_of(Path(name)) and name.partition(".")[0] not in SPLITS
+        if readers.ending_of(Path(name)) and name.partition(".")[0] not in used
     ]:
         one = f"`raw: {{files: {texts[0]}}}` reads {texts[0]}"
         if len(texts) == 1:
