@@ -288,7 +288,7 @@ NAMED = {  # files without .gz; settings; a word of the error that a folder with
         {"splits": {"valid": "dev"}},
         "valid: dev",
     ),
-    "others": (["train.en-sw.tsv", "dev.en-sw.tsv"], None, "it has dev.en-sw.tsv"),
+    "others": (["train.en-sw.tsv", "dev.en-sw.tsv"], None, "it has c, dev.en-sw.tsv"),
     "pattern": (["en-ha/train.tsv", "en-ha/valid.tsv"], {"files": "{pair}/{split}.tsv"}, ""),
     "meant folders": (["eng-hau/train.json", "eng-hau/valid", "eng-hau/test"], {}, ""),
 }
