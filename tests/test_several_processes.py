@@ -121,7 +121,7 @@ EXCHANGES = {
 
 
 @pytest.mark.parametrize(
-    "name", [soak(name) if name in ("stock", "skipped") else name for name in EXCHANGES]
+    "name", [soak(name) if name in ("plain", "stock", "skipped") else name for name in EXCHANGES]
 )
 def test_gradients_travel_while_others_are_computed(ranks, small_corpus, tmp_path, name):
     make = stock if name == "stock" else flags

@@ -376,8 +376,7 @@ def test_an_interrupted_translation_continues(folder, number):
     assert not kept.exists()
 
 
-@pytest.mark.parametrize("name", ["checkpoint_best.pt", "dict.en.txt", "spm.model"])
-def test_what_has_changed_since_an_interruption_is_noticed(folder, tmp_path, name):
+def test_what_has_changed_since_an_interruption_is_noticed(folder, tmp_path):
     shutil.copytree(folder / "run", tmp_path / "run")
     words = ("smoe", "translate", "run", "--from", "en", "--to", "fr", "--output", "out.txt")
     process = subprocess.Popen(
@@ -389,15 +388,21 @@ def test_what_has_changed_since_an_interruption_is_noticed(folder, tmp_path, nam
     wait_until(lambda: kept.exists() and kept.read_bytes().count(b"\n") == 2)
     process.kill()
     process.communicate()
-    file = tmp_path / "run" / name
-    if name.endswith(".pt"):
-        changed(file, file, lambda state: state["model"]["decoder.embed_tokens.weight"][-1].add_(1))
-    elif name.startswith("dict"):
-        file.write_text(file.read_text().replace(" 1\n", " 2\n", 1))
-    else:
-        file.write_bytes(file.read_bytes() + b"\x12\x00")  # which changes no piece
-    again = run(*words, "--line-by-line", cwd=tmp_path, stdin="1 2\n", check=False)
-    refused(again, str(kept))
+    for name in ("checkpoint_best.pt", "dict.en.txt", "spm.model"):
+        file = tmp_path / "run" / name
+        before = file.read_bytes()
+        if name.endswith(".pt"):
+            changed(
+                file, file, lambda state: state["model"]["decoder.embed_tokens.weight"][-1].add_(1)
+            )
+        elif name.startswith("dict"):
+            file.write_text(file.read_text().replace(" 1\n", " 2\n", 1))
+        else:
+            file.write_bytes(before + b"\x12\x00")  # which changes no piece
+        again = run(*words, "--line-by-line", cwd=tmp_path, stdin="1 2\n", check=False)
+        refused(again, str(kept))
+        file.write_bytes(before)
+    run(*words, "--line-by-line", cwd=tmp_path, stdin="1 2\n")
 
 
 @pytest.mark.parametrize("content", ["my notes", "my notes\nmore", '{"a": 1}\n'])
