@@ -541,7 +541,8 @@ def test_what_an_unfinished_evaluation_with_other_flags_has_left_is_not_used(tin
     run = unevaluated / "runs/tiny/smoe-2-2"
     shutil.copytree(tiny[0] / "runs/tiny/smoe-2-2/test", run / "test.partial")
     (run / "test.partial/fr-en.txt").write_text("what nobody has translated\n" * 12)
-    assert "translated before" not in evaluate_again(unevaluated, "--lenpen", "2").stdout
+    told = evaluate_again(unevaluated, "--lenpen", "2").stdout
+    assert "(translated before)" not in told and "another checkpoint or search" in told
     assert (run / "test/fr-en.txt").read_text() != "what nobody has translated\n" * 12
 
 

@@ -108,6 +108,9 @@ class Evaluation:
         """
         folder = self.partial if self.partial.exists() else self.complete
         same = self._of_this_search(folder)
+        translated = (d for d in self.directions if (folder / f"{d}.txt").exists())
+        if again := ", ".join(direction for direction in translated if direction not in same):
+            print(f"# {again}: another checkpoint or search translated it before; again now")
         for direction in same:
             with suppress(UsageError):  # not translated
                 self.add_scores(folder, direction)
