@@ -12,7 +12,7 @@ from pathlib import Path
 import smoe_fairseq
 from smoe_fairseq.compat import require_fairseq
 from smoe_fairseq.ending import exit_on_signals, flush_stdout
-from smoe_fairseq.errors import ends_with_sentence, quietly
+from smoe_fairseq.errors import ends_with_sentence, nearest, quietly
 from smoe_fairseq.host_memory import let_threads_sleep
 from smoe_fairseq.plugins import import_named_plugins
 from smoe_fairseq.recipes.commands import RECIPES, CommandParser, add_arguments
@@ -95,6 +95,9 @@ def main(argv: list[str] | None = None) -> int:
         subparser = subparsers.add_parser(name, help=summary, description=summary)
         if name == selected:
             add_arguments(subparser, name)
+    near = nearest(str(selected), subparsers.choices, 0.6)
+    if near and selected not in subparsers.choices:
+        parser.error(f"unknown command {selected}; did you mean {near}?")
     args, unknown = parser.parse_known_args(argv)
     if unknown:
         subparsers.choices[args.command].error(f"unrecognized arguments: {' '.join(unknown)}")

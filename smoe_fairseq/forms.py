@@ -21,7 +21,7 @@ from numbers import Real
 from pathlib import Path
 from typing import Any
 
-from smoe_fairseq.errors import UsageError
+from smoe_fairseq.errors import UsageError, nearest
 from smoe_fairseq.files import read_text
 
 Form = Any
@@ -85,7 +85,9 @@ def fault(value: Any, form: Form, name: str = "") -> str | None:
     if isinstance(form, Settings) and isinstance(value, Mapping):
         if unknown := [key for key in value if key not in form]:
             expected = " or ".join(form)
-            return f"{f'{name}.{unknown[0]}'.strip('.')} is unknown; expected {expected}"
+            near = nearest(str(unknown[0]), form, 0.6)
+            meant = f"did you mean {near}? " * bool(near)
+            return f"{f'{name}.{unknown[0]}'.strip('.')} is unknown; {meant}expected {expected}"
         value = {key: each for key, each in value.items() if each is not None}
         form = {f"{key}?": each for key, each in form.items()}
     if isinstance(form, dict) and isinstance(value, Mapping):

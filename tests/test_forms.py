@@ -4,8 +4,9 @@ import re
 
 import pytest
 
+from smoe_fairseq.cli import main
 from smoe_fairseq.errors import UsageError
-from smoe_fairseq.forms import Number, fault, read_json
+from smoe_fairseq.forms import Number, Settings, fault, read_json
 
 FORM = {
     "name": str,
@@ -67,3 +68,10 @@ def test_a_file_that_is_no_json_of_the_form(tmp_path, content):
 def test_a_mark_of_a_windows_editor_is_passed_over(tmp_path):
     (file := tmp_path / "scores.json").write_text('\ufeff{"a": 1}\r\n', "utf-8")
     assert read_json(file, {"a": int}) == {"a": 1}
+
+
+def test_an_unknown_key_or_command_has_the_nearest_name_in_its_message(capsys):
+    assert "subwords?" in fault({"subword": {}}, Settings(subwords={}, train={}))
+    with pytest.raises(SystemExit) as ended:
+        main(["tabel"])
+    assert ended.value.code == 2 and "table?" in capsys.readouterr().err

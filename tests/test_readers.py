@@ -489,13 +489,16 @@ def test_what_is_left_out_of_training(tmp_path, dataset):
         "max-ratio": 9,
         "max-words": 20,
     }
-    gather(dataset(clean=clean), tmp_path, tmp_path / "raw")
+    own = dataset(clean=clean)
+    gather(own, tmp_path, tmp_path / "raw")
     assert lines(tmp_path / "raw", "train.en-ha.en") == ["a b", "stays"]
     assert lines(tmp_path / "raw", "test.en-ha.ha") == ["t", "empty"]
     assert json.loads((tmp_path / "left_out.json").read_text())["en-ha"] == {
         **{"read": 10, "kept": 2, "empty": 2, "repeated": 2, "equal": 1, "overlap": 1},
         **{"max-ratio": 1, "max-words": 1},
     }
+    gather(replace(own, clean={"empty": "drop"}), tmp_path, tmp_path / "whole")
+    assert lines(tmp_path / "whole", "test.en-ha.ha") == ["t"]
 
 
 LACKING = {

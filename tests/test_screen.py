@@ -49,12 +49,14 @@ def test_a_checkpoint_is_shown_with_its_validation_loss(capsys):
     shown.validating(1_000)
     shown.saved(1_000, 4.5, 4.5)
     shown.saved(2_000, 5.5, 4.5)
+    shown.saved(2_250, 4.5, 4.5)
     shown.saved(2_500, None, None)
     assert capsys.readouterr().out.splitlines() == [
         "  update 1,000",
         "  update 1,000 | validation begins",
         "  update 1,000 | validation loss 4.500 (best) | saved",
         "  update 2,000 | validation loss 5.500 | saved",
+        "  update 2,250 | validation loss 4.500 (equal to the best) | saved",
         "  update 2,500 | saved",
     ]
 

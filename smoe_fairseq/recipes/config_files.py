@@ -106,6 +106,7 @@ SCHEMA: dict[str, Any] = {
     "source": Settings(datasets=str, config=str, splits=_SPLITS, sacrebleu=str),
     "clean": Settings(
         {"max-ratio": Number(1), "max-words": Number(1)},
+        empty=_DROP,
         repeated=_DROP,
         equal=_DROP,
         overlap=_DROP | {"drop-all"},

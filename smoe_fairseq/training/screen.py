@@ -114,6 +114,7 @@ class Screen:
         self.began: tuple[float, int] | None = None  # time and number of the first update
         self.shown = (0.0, 0)  # time of the last line, and the number of words up to then
         self.words = 0
+        self.best: float | None = None
         self.paused: float | None = None  # when a validation began
         if self.terminal:
             atexit.register(self._write, CLEAR)
@@ -151,7 +152,10 @@ class Screen:
             self.shown, self.paused = (time_of_line + time.monotonic() - self.paused, words), None
         parts = [self._count(updates)]
         if value is not None:
-            mark = " (best)" if value == best else ""
+            mark = (
+                "" if value != best else " (best)" if best != self.best else " (equal to the best)"
+            )
+            self.best = best
             parts.append(f"validation {self.metric} {value:.3f}{mark}")
         self._line(" | ".join([*parts, "saved"]), stays=True)
 

@@ -80,7 +80,8 @@ def comparison(dataset: Dataset, first: str, second: str, metric: str = scores.B
             how = "endless or cut short, so that the difference says little"
             notes.append(f"{run}: the translations of {', '.join(odd)} seem {how}")
     notes.append(
-        f"paired bootstrap, {SAMPLES} samples: the difference is significant where p < 0.05"
+        f"paired bootstrap, {SAMPLES} samples: the difference is significant where p < 0.05; "
+        "it has no p where it is 0.00"
     )
     if several:
         header.append("p (seeds)")

@@ -205,7 +205,7 @@ def _advice(row: Row, dataset: Dataset) -> Iterator[tuple[str, dict[str, dict]]]
         leaked = f"{elsewhere:,} sentences of the test set are in the training text of other pairs"
         yield f"{leaked}, so scores may be too good", {"clean": {"overlap": "drop-all"}}
     if empty := counts["empty tests"]:
-        yield f"{empty:,} pairs of the test set have an empty side: remove them", {}
+        yield f"{empty:,} pairs of the test set have an empty side", {"clean": {"empty": "drop"}}
     for name, words in (("repeated", "are repeated"), ("equal", "are the same on both sides")):
         if counts[name] * 10 > kept and clean.get(name) != "drop":
             yield f"{counts[name]:,} training pairs {words}", {"clean": {name: "drop"}}

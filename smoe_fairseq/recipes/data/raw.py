@@ -144,7 +144,7 @@ def _copy(folder: Path, clean: Mapping[str, Any], codes: Mapping[str, str], unit
     if split == "train":
         faults = Faults(_held_out(pair.split("-"), held_out), clean)
     prefix = folder / f"{split}.{translated(pair, codes)}"
-    counts = copy_pairs(section, prefix, faults, codes)
+    counts = copy_pairs(section, prefix, faults, codes, clean.get("empty") == "drop")
     if not counts["kept"]:
         files = list(dict.fromkeys(filter(None, section.files.values())))
         for file in files:
@@ -168,16 +168,24 @@ def _held_out(languages: Sequence[str], sections: Iterable[Section]) -> Iterator
 
 
 def copy_pairs(
-    section: Section, prefix: Path, faults: Faults | None, codes: Mapping[str, str] = {}
+    section: Section,
+    prefix: Path,
+    faults: Faults | None,
+    codes: Mapping[str, str] = {},
+    drop_empty: bool = False,
 ) -> Counter:
-    """Write ``PREFIX.{language}`` without faulty and incomplete pairs; returns the counts."""
+    """Write ``PREFIX.{language}`` without faulty and incomplete pairs; returns the counts.
+
+    Without ``faults``, pairs with an empty side are written unless ``drop_empty``.
+    """
     counts = Counter()
     first, second = (f"{prefix}.{codes.get(lang, lang)}" for lang in section.files)
     with open(first, "w", encoding="utf-8") as one, open(second, "w", encoding="utf-8") as other:
         for sides in section.pairs():
             counts["read"] += 1
             # A record without a language may be of another pair: it is no empty line of a test.
-            if names := ("empty",) * (None in sides) if faults is None else faults.of(*sides):
+            lacks = None in sides or (drop_empty and "" in sides)
+            if names := ("empty",) * lacks if faults is None else faults.of(*sides):
                 counts[names[0]] += 1
                 continue
             counts["kept"] += 1
