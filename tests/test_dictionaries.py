@@ -123,6 +123,20 @@ def test_the_folder_above_the_binarised_data_is_answered_with_it(data, tmp_path,
     refused(run("fairseq-generate", tmp_path, *given, check=False), tmp_path / "bin")
 
 
+def test_folders_of_data_have_one_dictionary(data, tmp_path):
+    words = ["--user-dir", PLUGIN, "--save-dir", tmp_path, *MOE, "--cpu"]
+    both = f"{data[0]}:{data[1]}"
+    refused(run("fairseq-train", both, *words, check=False), data[1] / "dict.src.txt")
+    words += [*SEVERAL, "--langs", "src,tgt", "--extra-data", f"{{'more': '{data[1]}'}}"]
+    refused(run("fairseq-train", data[0], *words, check=False), data[1] / "dict.src.txt")
+
+
+def test_interactive_needs_a_direction(data, several):
+    words = ["--user-dir", PLUGIN, "--path", several, "--cpu", *SEVERAL, "--langs", "src,tgt"]
+    said = run("fairseq-interactive", data[0], *words, stdin="a\n", check=False)
+    refused(said, "--source-lang")
+
+
 def test_languages_in_another_order(data, several):
     """Their tokens are the last words of the dictionary: each would stand for another language."""
     given = [data[0], "--user-dir", PLUGIN, "--path", several, "--cpu", "--max-len-b", 5, *SEVERAL]

@@ -6,27 +6,37 @@ import random
 import re
 import shlex
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 from commands import preprocess, smoe
+from fairseq.modules import SinusoidalPositionalEmbedding
 from sampling import soak
 from test_recipes import recipe, write_dataset
 
 import smoe_fairseq
 from smoe_fairseq.analysis.cost import build_meta_model, parse_run
 from smoe_fairseq.errors import UsageError
-from smoe_fairseq.models.memory import Forecast, Run, forecast, tokens_that_fit
+from smoe_fairseq.models.memory import Forecast, Run, forecast, shapes_only, tokens_that_fit
 from smoe_fairseq.modules.gates.top_k import TopKGate
 from smoe_fairseq.recipes.training.batch import longest_sentence
 
 LENGTH = 32
+
 # Large enough that Python's and torch's own small tensors do not count.
 MODEL = "--arch smoe_transformer_tiny --encoder-embed-dim 256 --encoder-ffn-embed-dim 1024".split()
 TRAINING = """--criterion smoe_label_smoothed_cross_entropy --label-smoothing 0.1 --optimizer adam --lr 0.001
     --max-tokens 1024 --cpu --no-save --disable-validation""".split()
 GLOO = "--distributed-backend gloo --ddp-backend legacy_ddp".split()
 DENSE, SMOE = ["--moe-freq", "0"], ["--smoe-strata", "4-4"]
+
+
+def test_models_that_other_threads_load_meanwhile_have_their_positions():
+    expected = SinusoidalPositionalEmbedding.get_embedding(9, 8, 1)
+    with shapes_only(), ThreadPoolExecutor() as pool:
+        found = pool.submit(SinusoidalPositionalEmbedding.get_embedding, 9, 8, 1).result()
+    assert torch.equal(found, expected)
 
 
 @pytest.fixture(scope="module")

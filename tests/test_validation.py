@@ -7,7 +7,7 @@ import shutil
 import handmade
 import pytest
 import torch
-from commands import PLUGIN, hypotheses, run
+from commands import PLUGIN, hypotheses, load, run
 from sacrebleu.metrics import BLEU, CHRF
 
 BY_CHRF = ("--best-checkpoint-metric", "chrf", "--maximize-best-checkpoint-metric")
@@ -82,6 +82,16 @@ def test_early_stopping_ends_a_run_and_goes_on_counting(corpus, tmp_path):
     assert "early stop" in rest.stdout and len(validations(rest.stdout)) == 2
     again = bilingual(corpus, tmp_path / "parts", *flags)
     assert "--patience 3: nothing" in again.stdout and not validations(again.stdout)
+
+
+def test_another_metric_forgets_the_best_number_of_the_first(corpus, tmp_path):
+    flags = ["--validate-sentences", 4, *BY_CHRF, "--patience", 1, "--lr", 1e-9]
+    (before,) = validations(bilingual(corpus, tmp_path, *flags, "--max-epoch", 1).stdout)
+    flags += ["--best-checkpoint-metric", "bleu", "--max-epoch", 2]
+    (found,) = validations(bilingual(corpus, tmp_path, *flags).stdout)
+    assert float(found["valid_bleu"]) < float(before["valid_chrf"])
+    best = load(tmp_path / "checkpoint_best.pt")["extra_state"]["best"]
+    assert best == pytest.approx(float(found["valid_bleu"]), abs=1e-2)
 
 
 @pytest.mark.soak

@@ -17,9 +17,9 @@ from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
-from fairseq.modules import SinusoidalPositionalEmbedding
 from torch import Tensor, nn
 
+from smoe_fairseq.compat.replacing import replaces
 from smoe_fairseq.errors import UsageError
 from smoe_fairseq.flags import flag_of
 from smoe_fairseq.host_memory import machine_memory
@@ -63,13 +63,18 @@ class NotForecastError(UsageError):
 @contextmanager
 def shapes_only() -> Iterator[None]:
     """Build models on the meta device: their shapes without their memory."""
-    positions = SinusoidalPositionalEmbedding.get_embedding
-    SinusoidalPositionalEmbedding.get_embedding = lambda rows, width, *_: torch.empty(rows, width)
-    try:
-        with torch.device("meta"), WithoutRandomValues():
-            yield
-    finally:
-        SinusoidalPositionalEmbedding.get_embedding = staticmethod(positions)
+    with torch.device("meta"), WithoutRandomValues():
+        yield
+
+
+@replaces(
+    "fairseq.modules.sinusoidal_positional_embedding:SinusoidalPositionalEmbedding.get_embedding"
+)
+def positions_by_shape(original, rows, width, *padding):
+    """On the meta device torch would load its compiler for them (seconds)."""
+    if torch.empty(0).device.type == "meta":
+        return torch.empty(rows, width)
+    return original(rows, width, *padding)
 
 
 def check_size(config: DecoderOptions, build: Callable[[], nn.Module]) -> None:

@@ -176,7 +176,18 @@ def save_if_validation_fails(validate, cfg, trainer, task, epoch_itr, subsets):
 # it is saved in the checkpoint, so that a resumed run continues to count.
 
 EARLY_STOP = "early_stop"  # key of a checkpoint's "extra_state"
+SELECTED_BY = "selected_by"  # likewise: by what the best checkpoint is selected
 _ATTRIBUTES = ("best", "num_runs")
+
+
+def selected_by(cfg) -> dict[str, str | int]:
+    """The settings on which the number of a validation depends."""
+    names = ("validate_sentences", "validate_beam")
+    return {name: getattr(cfg.criterion, name, 0) for name in names} | {
+        "metric": cfg.checkpoint.best_checkpoint_metric,
+        "maximize": cfg.checkpoint.maximize_best_checkpoint_metric,
+        "subset": cfg.dataset.valid_subset,
+    }
 
 
 def early_stop() -> dict[str, float]:

@@ -1,7 +1,13 @@
 """Error messages that name mismatched data files and dictionaries, for all commands of fairseq."""
 
+from itertools import chain
+from pathlib import Path
+
+from fairseq.utils import split_paths
+
 from smoe_fairseq.compat.replacing import replaces
 from smoe_fairseq.errors import UsageError
+from smoe_fairseq.files import read_text
 
 
 @replaces("fairseq.data:LanguagePairDataset.__init__")
@@ -12,6 +18,23 @@ def name_uneven_pair(original, pairs, src, src_sizes, src_dict, tgt=None, *other
             "expected files of one preparation"
         )
     original(pairs, src, src_sizes, src_dict, tgt, *others, **options)
+
+
+def check_folders(options) -> None:
+    """Raise UsageError if the folders of the data, DATA1:DATA2, have different dictionaries."""
+    extra = getattr(options, "extra_data", None) or {}
+    first, *others = chain.from_iterable(
+        map(split_paths, [getattr(options, "data", None) or "", *extra.values()])
+    )
+    for folder in others:
+        for file in sorted(Path(first).glob("dict.*.txt")):
+            other = Path(folder, file.name)
+            if other.is_file() and _words(other) != _words(file):
+                raise UsageError(f"{other} differs from {file}: expected equal dictionaries")
+
+
+def _words(file: Path) -> list[str]:
+    return [line.rpartition(" ")[0] for line in read_text(file).splitlines()]
 
 
 @replaces("fairseq.data:LanguagePairDataset.collater")
@@ -69,6 +92,17 @@ def name_unknown_language(original, _, args, **options):
                 f"{_flags(args, pair)}: expected two of the languages {','.join(langs)} of {args.data}"
             )
     return langs
+
+
+@replaces(
+    "fairseq.tasks.translation_multi_simple_epoch:"
+    "TranslationMultiSimpleEpochTask.build_dataset_for_inference"
+)
+def name_missing_direction(original, task, *others, **options):
+    if not (task.args.source_lang and task.args.target_lang):
+        langs = ", ".join(task.langs)
+        raise UsageError(f"--source-lang or --target-lang is missing: expected two of {langs}")
+    return original(task, *others, **options)
 
 
 @replaces(

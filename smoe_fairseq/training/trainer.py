@@ -33,6 +33,7 @@ from smoe_fairseq.training import (
     saving,
     screen,
     sharded_checkpoints,
+    text,
     translations,
 )
 from smoe_fairseq.training.gradients import ExpertNorm
@@ -93,6 +94,7 @@ class SMoETrainer(Trainer):
 
     def __init__(self, cfg, task, model, *others, **options):
         launch.check_flags(cfg, task)
+        text.check_folders(cfg.task)
         launch.check_language_pairs(cfg, model)
         if cfg.optimization.use_bmuf and (flag := learns_by_updates([model])):
             raise UsageError(f"{flag} with --use-bmuf: gates would differ between ranks")
@@ -191,6 +193,7 @@ class SMoETrainer(Trainer):
         cannot.
         """
         extra_state = {**extra_state, program.EARLY_STOP: program.early_stop()}
+        extra_state[program.SELECTED_BY] = program.selected_by(self.cfg)
         if self.epoch_iterator is not None:
             extra_state.setdefault("train_iterator", self.epoch_iterator.state_dict())
         if self.save_name is not None:
@@ -232,8 +235,13 @@ class SMoETrainer(Trainer):
                 raise
         if extra_state is not None:
             self._check_loaded(filename, reset_optimizer)
+            before, now = extra_state.get(program.SELECTED_BY), program.selected_by(self.cfg)
             # For --finetune-from-model these arguments are set although the flags are not.
-            if not (reset_optimizer or reset_meters):
+            if not (reset_optimizer or reset_meters) and before not in (None, now):
+                changed = "validation has changed since the checkpoint was saved"
+                logger.warning(f"{changed}: checkpoint_best.pt will be the best from now on")
+                extra_state.pop("best", None)
+            elif not (reset_optimizer or reset_meters):
                 program.set_early_stop(extra_state.get(program.EARLY_STOP, {}))
         # fairseq checks these limits only after an update and a validation, so it would train further.
         optimization = self.cfg.optimization

@@ -144,6 +144,7 @@ class TrainedModel(GeneratorHubInterface):
     """
 
     def __init__(self, cfg, task, models, subwords: Path | None):
+        cfg.generation.no_beamable_mm = True  # each call chooses its beam
         try:
             super().__init__(cfg, task, models)
         except Exception as error:  # of fairseq's tokenizers and subwords, of any type
