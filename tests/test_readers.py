@@ -134,6 +134,8 @@ def test_zstandard_is_read_if_it_is_installed(tmp_path):
         ),
         ("train.jsonl", b'{"en": "a", "fr": "b"}\n', 0),
         *(("train.tmx", tmx(PAIRS)[:-30].encode(), 0), ("train.tmx", b"<tmx/>", 0)),
+        ("train.tmx", tmx(PAIRS).replace("a", "&nbsp;", 1).encode(), 0),
+        ("train.tmx", tmx(PAIRS).replace("<seg>", "").replace("</seg>", "").encode(), 0),
         ("train.tmx.gz", gzip.compress(tmx(PAIRS).encode())[:-20], 0),
         ("train.tsv.xz", lzma.compress(b"en\tha\na\tb\n")[:-20], 0),
         ("train.tsv.bz2", b"BZh9" + bytes(50), 0),
@@ -141,7 +143,7 @@ def test_zstandard_is_read_if_it_is_installed(tmp_path):
         ("train.zip", b"PK", 0),
         ("train.en-ha.tsv.gz", b"a\tb\n", 0),
     ],
-    ids=range(19),
+    ids=range(21),
 )
 def test_what_cannot_be_read_is_named(tmp_path, dataset, name, content, line):
     for split in ("valid", "test"):
@@ -351,13 +353,33 @@ def test_line_breaks_in_quoted_cells(tmp_path):
 
 def test_quotes_of_a_spreadsheet(tmp_path, dataset):
     cells = ['"he said ""hi"""', '"Hello," he said, "you."', '"a """b"', '"all"', '"x"" y"']
+    cells.append('"end "')
     for split in ("train", "valid", "test"):
         text = "en\tha\n" + "".join(f"{i} {cell}\t{cell}\n" for i, cell in enumerate(cells))
         (tmp_path / f"{split}.tsv").write_text(text)
     gather(dataset(clean={"quotes": "strip"}), tmp_path, tmp_path / "raw")
     for split in ("train", "valid", "test"):
         found = lines(tmp_path / "raw", f"{split}.en-ha.ha")
-        assert found == ['he said "hi"', cells[1], cells[2], "all", 'x" y']
+        assert found == ['he said "hi"', cells[1], cells[2], "all", 'x" y', "end"]
+
+
+def test_quotes_of_cells_that_are_all_quoted_are_removed_once(tmp_path, dataset):
+    for split in ("train", "valid", "test"):
+        text = '"en"\t"ha"\n"a"\t"""b"""\n'
+        (tmp_path / f"{split}.tsv").write_text(text)
+    own = dataset()
+    for clean in ({}, {"quotes": "strip"}):
+        place = tmp_path / f"raw-{len(clean)}"
+        gather(replace(own, clean=clean), tmp_path, place)
+        assert lines(place, "test.en-ha.ha") == ['"b"']
+
+
+def test_two_files_that_may_be_one_language_are_refused(tmp_path, dataset):
+    for name in ("train.en-US", "train.en-GB", "train.ha"):
+        (tmp_path / name).write_text("a\n")
+    with pytest.raises(UsageError) as end:
+        gather(dataset(), tmp_path, tmp_path / "raw")
+    assert "train.en-US" in str(end.value) and "train.en-GB" in str(end.value)
 
 
 def test_a_file_of_both_languages_has_a_known_ending(tmp_path, dataset):

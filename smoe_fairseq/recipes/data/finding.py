@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from smoe_fairseq.errors import UsageError
-from smoe_fairseq.languages import assign
+from smoe_fairseq.languages import assign, meant
 from smoe_fairseq.recipes.data import readers
 from smoe_fairseq.recipes.data.normalization import plain, unquoted
 from smoe_fairseq.recipes.data.readers import COMPRESSED, READERS, Pair
@@ -53,8 +53,12 @@ class Section:
 
     def pairs(self) -> Iterator[Pair]:
         """The sentences, normalised by `plain`; raises as `readers.pairs`."""
-        pairs = self.elsewhere() if self.elsewhere else readers.pairs(self.files, self.codes)
-        clean = (lambda text: unquoted(plain(text))) if self.unquote else plain
+        pairs = (
+            self.elsewhere()
+            if self.elsewhere
+            else readers.pairs(self.files, self.codes, self.unquote)
+        )
+        clean = (lambda text: unquoted(plain(text)).strip()) if self.unquote else plain
         pairs = (tuple(side and clean(side) for side in pair) for pair in pairs)
         if self.hash_range is not None:
             low, high = self.hash_range
@@ -153,16 +157,29 @@ class _Place:
     ) -> ByLanguage:
         """The file ``{before}{language}{after}`` of each language, of the pair by default."""
         languages = tuple(languages or self.languages)
-        meant = languages
+        chosen = languages
         if by_meaning:
             wanted = tuple(self.codes.get(each, each) for each in self.all_languages)
             names = dict(zip(self.all_languages, assign(wanted, self.middles(before, after))))
-            meant = tuple(names.get(each) or each for each in languages)
+            chosen = tuple(names.get(each) or each for each in languages)
+            self._check_variants(before, after, names)
         return {
             own: _existing(self.source / f"{before}{name}{after}")
             or _existing(self.source / f"{before}{self.codes.get(own, own)}{after}")
-            for own, name in zip(languages, meant, strict=True)
+            for own, name in zip(languages, chosen, strict=True)
         }
+
+    def _check_variants(self, before: str, after: str, names: Mapping[str, str | None]) -> None:
+        """Raise UsageError if another file's name stands for a language as well, such as en-GB and en-US."""
+        free = [name for name in self.middles(before, after) if name not in names.values()]
+        for own in self.languages:
+            code, name = self.codes.get(own, own), names.get(own)
+            if name and name != code and (others := meant(code, free)):
+                both = " and ".join(
+                    str(self.source / f"{before}{x}{after}") for x in (name, others[0])
+                )
+                advice = f"keep one of them, or `raw: {{codes: {{{own}: {name}}}}}` chooses one"
+                raise UsageError(f"{both} are both {own}: {advice}")
 
     def of_both(self, stems: Iterable[str]) -> Path | None:
         """A file that holds both languages and has one of the names; raises UsageError if several are."""

@@ -174,6 +174,8 @@ def lines(path: Path) -> Iterator[str]:
 class Languages:
     """The two languages to read, by the data set's names and by those of the publisher (``raw.codes``)."""
 
+    keep_quotes = False
+
     def __init__(self, languages: Iterable[str], codes: Mapping[str, str] | None = None):
         self.own = tuple(languages)
         self.codes = tuple((codes or {}).get(language, language) for language in self.own)
@@ -203,11 +205,14 @@ class Languages:
         return found
 
 
-def pairs(files: Mapping[str, Path], codes: Mapping[str, str] | None = None) -> Iterator[Pair]:
+def pairs(
+    files: Mapping[str, Path], codes: Mapping[str, str] | None = None, keep_quotes: bool = False
+) -> Iterator[Pair]:
     """The pairs of sentences in the files of two languages, which may be one file.
 
     Args:
         codes: the publisher's names of languages, if they differ.
+        keep_quotes: of a TSV file all of whose cells are quoted, where the caller removes them.
 
     Raises UsageError for an unreadable file, no record with both languages, or different numbers of lines.
     """
@@ -220,6 +225,7 @@ def pairs(files: Mapping[str, Path], codes: Mapping[str, str] | None = None) -> 
     if reader is None:
         expected = f"expected one of {', '.join(READERS)}"
         raise UsageError(f"{first} is named for both {languages}: {expected}")
+    languages.keep_quotes = keep_quotes
     yield from _some_complete(reader(first, languages), str(first), languages)
 
 
@@ -270,7 +276,8 @@ def _tab_separated(path: Path, languages: Languages) -> Iterator[Pair]:
         if len(cells) != columns:
             found = f"expected {columns} columns, as in line 1, not {len(cells)}"
             raise UsageError(f"{path}, line {number}: {found}")
-        yield tuple(unquoted(cells[i]) if quoted else cells[i] for i in places)
+        remove = quoted and not languages.keep_quotes
+        yield tuple(unquoted(cells[i]) if remove else cells[i] for i in places)
 
 
 def _rows(path: Path) -> Iterator[tuple[int, list[str]]]:
@@ -358,6 +365,11 @@ def _translation_memory(path: Path, languages: Languages) -> Iterator[Pair]:
                 for variant in unit.iterfind("{*}tuv"):
                     code = variant.get("{http://www.w3.org/XML/1998/namespace}lang")
                     segment = variant.find("{*}seg")
+                    if segment is None and (variant.text or "").strip():
+                        expected = "expected it in a <seg>"
+                        raise UsageError(
+                            f"{path}, line {variant.sourceline}: text in a <tuv>: {expected}"
+                        )
                     if segment is not None:
                         segments.setdefault(code or variant.get("lang") or "", segment)
                 found = [segments.get(name) for name in languages.among(segments)]
@@ -370,7 +382,9 @@ def _translation_memory(path: Path, languages: Languages) -> Iterator[Pair]:
                 while unit.getprevious() is not None:  # else all units stay in memory
                     del unit.getparent()[0]
         except etree.XMLSyntaxError as error:
-            raise UsageError(f"{path} is not a TMX file: {error.msg}") from None
+            first = next(iter(error.error_log), None)  # its own message may be of what follows
+            line, reason = (first.line, first.message) if first else (error.lineno, error.msg)
+            raise UsageError(f"{path}, line {line}: this is no TMX file: {reason}") from None
 
 
 class _WithoutControls:
