@@ -187,6 +187,13 @@ def test_what_the_file_holds_beside_the_experts(dense, tmp_path):
     assert tied[0].data_ptr() == tied[1].data_ptr()
 
 
+def test_a_published_model_without_state_of_its_training_translates(corpus, pre_norm, tmp_path):
+    path = tmp_path / "published.pt"
+    torch.save({name: load(pre_norm)[name] for name in ("cfg", "model")}, path)
+    words = ("--user-dir", PLUGIN)
+    assert generate(corpus, path, *words) == generate(corpus, pre_norm, *words)
+
+
 @pytest.mark.parametrize("age", ["args", "nested"])
 def test_other_ways_to_say_of_what_model_it_is(corpus, pre_norm, tmp_path, age):
     """The flat command line of older checkpoints, and the nested config of fairseq-hydra-train."""

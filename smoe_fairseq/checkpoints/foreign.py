@@ -26,7 +26,13 @@ from smoe_fairseq.checkpoints.model import (
     with_model_options,
 )
 from smoe_fairseq.checkpoints.published import published_text
-from smoe_fairseq.checkpoints.reading import Record, open_checkpoint, record_of, values_of
+from smoe_fairseq.checkpoints.reading import (
+    EXPECTED,
+    Record,
+    open_checkpoint,
+    record_of,
+    values_of,
+)
 from smoe_fairseq.checkpoints.sets import OPTIMIZER, UNSET, check_tensors
 from smoe_fairseq.checkpoints.trained_with import DICTIONARIES
 from smoe_fairseq.compat.checkpoint_names import rank_file, rank_files, rank_of, set_name
@@ -213,11 +219,6 @@ def _renumbered(file: Path, model: dict[str, Tensor], shared: dict) -> dict[str,
 # MoE checkpoints of fairseq's MoE branch (NLLB-200) and of the SMoE paper's code as ours.
 
 CRITERION = "smoe_label_smoothed_cross_entropy"
-# fairseq reads these in any checkpoint; published files may lack them.
-EXPECTED = {
-    "optimizer_history": [{"num_updates": 0, "lr_scheduler_state": {}}],
-    "extra_state": {"train_iterator": {"epoch": 1}},
-}
 
 
 def import_checkpoint(path: Path) -> tuple[dict, dict[str, bytes]]:

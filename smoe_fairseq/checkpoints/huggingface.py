@@ -109,9 +109,9 @@ def is_export(folder: Path) -> bool:
 def task_of(path: Path, state: Mapping, data: Path | None):
     """The task that the checkpoint was trained for, with its dictionaries."""
     cfg = values_of(state.get("cfg"))
-    saved = cfg.get("task")
+    saved = cfg.get("task") or state.get("args")  # of fairseq before 0.10
     values = values_of(saved)
-    name = values.get("_name") or values.get("task")
+    name = values.get("task") or values.get("_name")
     if name not in ("translation", "translation_multi_simple_epoch"):
         raise UsageError(
             f"{path} is of the task {name}; expected translation or translation_multi_simple_epoch"
@@ -150,7 +150,7 @@ def _config_of(options: Mapping, state: Mapping, task):
         if released and f"{prefix}.layer_norms.1.weight" not in state["model"]:
             arguments["output_norm"] = False
     source, target = task.source_dictionary, task.target_dictionary
-    criterion = values_of(values_of(state["cfg"]).get("criterion"))
+    criterion = values_of(values_of(state.get("cfg")).get("criterion") or state.get("args"))
     weights = {
         f"router_{theirs}_loss_coef": float(criterion[f"moe_{ours}_loss_wt"])
         for theirs, ours in LOSS_WEIGHTS.items()

@@ -1,5 +1,6 @@
 """Reading checkpoints: their content, and the record of experts in each file."""
 
+import copy
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from smoe_fairseq.checkpoints.content import MADE_OF
 from smoe_fairseq.compat.checkpoint_names import rank_file, rank_of, set_name
+from smoe_fairseq.compat.replacing import replaces
 from smoe_fairseq.compat.safe_load import InaccessibleCheckpoint, check_content, is_archive, reading
 from smoe_fairseq.errors import UsageError
 from smoe_fairseq.forms import Number, fault
@@ -35,6 +37,20 @@ def open_checkpoint(path: Path | str) -> dict:
         state = torch.load(path, map_location="cpu", mmap=is_archive(path), weights_only=True)
     check_content(path, state)
     return state
+
+
+# fairseq reads these in any checkpoint; published files may lack them.
+EXPECTED = {
+    "optimizer_history": [{"num_updates": 0, "lr_scheduler_state": {}}],
+    "extra_state": {"train_iterator": {"epoch": 1}},
+}
+
+
+@replaces("fairseq.checkpoint_utils:_upgrade_state_dict")
+def without_training_state(original, state):
+    if not {"optimizer_history", "best_loss", "extra_state", "epoch"} & state.keys():
+        state = state | copy.deepcopy(EXPECTED)
+    return original(state)
 
 
 # A record in each file describes its experts, so that files of different sets cannot be combined.

@@ -23,6 +23,7 @@ from smoe_fairseq.checkpoints.model import (
     transformer_options,
     with_model_options,
 )
+from smoe_fairseq.checkpoints.reading import values_of
 from smoe_fairseq.compat.checkpoint_names import files_read
 from smoe_fairseq.errors import UsageError, quietly
 from smoe_fairseq.flags import flag_of
@@ -174,8 +175,19 @@ def run_upcycle(args: Namespace) -> None:
     )
     print(
         f"without a recipe, train it with its dictionaries by fairseq-train DATA --user-dir $(smoe path) "
-        f"--arch smoe_transformer {words} --finetune-from-model {args.output}"
+        f"--arch smoe_transformer {words} --criterion smoe_label_smoothed_cross_entropy "
+        f"{_task_flags(state)} --finetune-from-model {args.output}"
     )
+
+
+def _task_flags(state: Mapping) -> str:
+    task = values_of(values_of(state.get("cfg")).get("task") or state.get("args"))
+    words = [f"--task {task.get('task') or task.get('_name')}"]
+    for name in ("langs", "lang_pairs", "encoder_langtok", "decoder_langtok"):
+        value = task.get(name)
+        if value and words != ["--task translation"]:
+            words.append(_shown(name, ",".join(value) if isinstance(value, list) else value))
+    return " ".join(words)
 
 
 def size_flags(options: Mapping) -> dict:
