@@ -9,7 +9,7 @@ from pathlib import Path
 import handmade
 import pytest
 import torch
-from commands import run_python, without
+from commands import changed, run_python, without
 from fairseq.data import Dictionary
 from sampling import some
 from test_expert_parallel_checkpoints import call, refusal
@@ -20,6 +20,7 @@ from test_golden import (
     read_json,
     unpack_checkpoints,
 )
+from test_malicious_checkpoints import older
 
 from smoe_fairseq.checkpoints.model import known_options, plain_config
 from smoe_fairseq.errors import UsageError
@@ -65,6 +66,14 @@ def test_a_checkpoint_without_its_dictionaries(trained, exported, tmp_path):
         assert (tmp_path / "model" / file).read_bytes() == (exported / file).read_bytes()
     stock = ("export", trained / "dense.pt", "--to", "fairseq", "--output", tmp_path / "stock.pt")
     assert "--data" in refusal(*stock, "--data", trained)
+
+
+def test_a_checkpoint_of_an_older_fairseq(trained, exported, tmp_path):
+    path = changed(trained / "strata-4-4.pt", tmp_path / "old.pt", lambda s: s.update(older(s)))
+    output = ("--to", "huggingface", "--output", tmp_path / "model")
+    call("export", path, "--data", trained, *output)
+    for file in ("config.json", "model.safetensors"):
+        assert (tmp_path / "model" / file).read_bytes() == (exported / file).read_bytes()
 
 
 @pytest.mark.parametrize("change", [lambda words: words[::-1], lambda words: words[1:]])
@@ -258,6 +267,15 @@ def test_what_is_saved_is_loaded_again(trained, tmp_path, system):
     fresh = AutoModelForSeq2SeqLM.from_config(model.config)  # with new weights
     source, given = batch(model.config.vocab_size)
     assert fresh(source, source != 1, given).logits.isfinite().all()
+
+
+def test_experts_that_accelerate_offloads_are_refused(exported):
+    model = AutoModelForSeq2SeqLM.from_pretrained(exported)
+    source, given = batch(model.config.vocab_size)
+    for block in filter(lambda module: isinstance(module, StratifiedMoE), model.modules()):
+        block.experts.to("meta")
+    with pytest.raises(ValueError, match="device_map"):
+        model(source, source != 1, given)
 
 
 def test_weights_in_float16(trained, exported, tmp_path):

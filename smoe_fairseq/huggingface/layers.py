@@ -169,6 +169,10 @@ class Layer(GradientCheckpointingLayer):
         if source is not None:
             x, cross_probs = attend("encoder_attn", source, source_mask, past_key_values, weights)
         if self.is_moe:
+            if self.moe.experts.w1.is_meta:
+                raise ValueError(
+                    "MoE layers cannot be offloaded: give another device_map, or max_memory"
+                )
             x, stats = self.moe(x, padding_BT, with_stats, ids_BT, gate_logits)
             return x, self_probs, cross_probs, *(stats or ())
         h = self.activation_fn(self.fc1(self.final_layer_norm(x) if self.pre_norm else x))
