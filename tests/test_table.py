@@ -94,6 +94,16 @@ def test_directions_average_and_missing_cells(tmp_path):
     )
 
 
+def test_a_pair_without_a_test_set_is_no_part_of_the_average(tmp_path):
+    write_scores(tmp_path / "runs/multi30k/dense", {d: 10 for d in FULL if "fr" not in d})
+    raw = tmp_path / "data/multi30k/raw"
+    raw.mkdir(parents=True)
+    for name in ("en-de.de", "en-de.en", "en-cs.cs", "en-cs.en", "en-fr.fr"):
+        (raw / f"test.{name}").write_text("a\n")
+    row = cells(tmp_path, "multi30k")["dense", ""]
+    assert row["average"] == "10.00" and "fr-en" not in row and "en-cs" in row
+
+
 def test_scores_of_different_signatures_are_not_averaged(tmp_path):
     write_scores(tmp_path / "runs/multi30k/moe", FULL, en_cs="nrefs:1|tok:flores200")
     lines = table(tmp_path, "multi30k").stdout.splitlines()

@@ -15,7 +15,15 @@ from smoe_fairseq.recipes.compare.grid import FORMATS, Grid, number
 from smoe_fairseq.recipes.datasets import Dataset
 from smoe_fairseq.recipes.evaluation import metrics, scores
 from smoe_fairseq.recipes.evaluation.evaluate import again, state_notes
-from smoe_fairseq.recipes.folders import SIZES, Folders, run_method, run_order, runs_of, vocab_size
+from smoe_fairseq.recipes.folders import (
+    SIZES,
+    Folders,
+    run_method,
+    run_order,
+    runs_of,
+    tested_directions,
+    vocab_size,
+)
 from smoe_fairseq.recipes.methods import method_flags, tables
 from smoe_fairseq.recipes.processes import warn
 from smoe_fairseq.recipes.training import identity
@@ -38,11 +46,11 @@ def columns(dataset: Dataset) -> list[Column]:
             classes = resource_classes(dataset.name, _training_sizes(dataset))
         parts = _by_class(dataset, classes)
     else:
-        parts = [Column(direction, (direction,)) for direction in dataset.directions]
+        parts = [Column(direction, (direction,)) for direction in tested_directions(dataset)]
     kept = [
         Column(f"{direction} (not trained)", (direction,)) for direction in dataset.kept_directions
     ]
-    return [*parts, Column("average", dataset.directions), *kept]
+    return [*parts, Column("average", tested_directions(dataset)), *kept]
 
 
 def resource_classes(
@@ -241,7 +249,8 @@ def _notes(
 ) -> list[str]:
     """How a run was scored, and why averages are missing; ``tests`` are `scores.test_checksums`."""
     points = scores.points(result, metric)
-    missing = [d for d in dataset.directions if d not in points]
+    tested = tested_directions(dataset)
+    missing = [d for d in tested if d not in points]
     signatures = sorted({signature for _, signature in points.values()})
     notes = [f"{name}: {scores.label(metric)} {signature}" for signature in signatures]
     notes += state_notes(dataset, name)
@@ -251,7 +260,7 @@ def _notes(
         advice = again(dataset, name) + rest.get(metric, "")
         notes.append(f"{name}: was scored without {metric}: {advice}")
     elif missing:
-        scored = f"{len(points)} of {len(dataset.directions)} directions are scored"
+        scored = f"{len(points)} of {len(tested)} directions are scored"
         notes.append(f"{name}: {scored}, averages over missing ones are left out")
     if different := scores.different_tests(result, now=tests):
         texts = f"another test set than that in {Folders(dataset).raw} ({', '.join(different)})"
