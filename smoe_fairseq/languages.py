@@ -6,9 +6,10 @@ such as ``xx``, stands for itself alone.
 """
 
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from contextlib import suppress
 from functools import lru_cache
+from itertools import combinations
 
 import langcodes
 import regex
@@ -98,6 +99,17 @@ def are_languages(names: tuple[str, ...]) -> bool:
     """Whether all names are languages, no two the same, as in a header (but ``No``, ``Ja`` are words)."""
     known = [name for name in names if language_of(name) and (len(name) > 3 or not name.istitle())]
     return len({code_of(name) for name in known}) == len(names)
+
+
+def spelled_twice(names: Iterable[str]) -> list[tuple[str, str]]:
+    """The pairs of codes of one language, such as ``fr`` and ``fra``; not ``pt`` and ``pt-BR``."""
+
+    def alike(one: str, other: str) -> bool:
+        first, second = language_of(one), language_of(other)
+        parts = ("language", "territory")
+        return _is_same(one, other) and all(getattr(first, x) == getattr(second, x) for x in parts)
+
+    return [each for each in combinations(names, 2) if alike(*each)]
 
 
 def _is_same(one: str, other: str) -> bool:

@@ -2,7 +2,15 @@
 
 import pytest
 
-from smoe_fairseq.languages import are_languages, assign, code_of, is_unspaced, meant, words_in
+from smoe_fairseq.languages import (
+    are_languages,
+    assign,
+    code_of,
+    is_unspaced,
+    meant,
+    spelled_twice,
+    words_in,
+)
 
 
 @pytest.mark.parametrize(
@@ -67,3 +75,8 @@ def test_code_and_script_of_languages():
 )
 def test_lengths_are_by_script(text, words):
     assert words_in(text) == words
+
+
+def test_codes_of_one_language_are_told_apart_from_its_variants():
+    names = ["fr", "fra", "fra_Latn", "pt", "pt-BR", "zh_Hans", "zh_Hant", "nb", "no", "src", "tgt"]
+    assert spelled_twice(names) == [("fr", "fra"), ("fr", "fra_Latn"), ("fra", "fra_Latn")]

@@ -13,6 +13,7 @@ from smoe_fairseq.errors import UsageError, quietly
 from smoe_fairseq.flags import refusing_flags
 from smoe_fairseq.forms import read_json
 from smoe_fairseq.host_memory import cores
+from smoe_fairseq.languages import spelled_twice
 from smoe_fairseq.recipes import pretrained
 from smoe_fairseq.recipes.commands import CommandParser, Step, add_subword_options
 from smoe_fairseq.recipes.data import raw
@@ -148,6 +149,8 @@ def _files(source: Path) -> list[Path]:
 
 def _prepare(dataset: Dataset, folders: Folders, flags: Sequence[str]) -> None:
     source, dry_run = dataset.settings.raw, dataset.settings.dry_run
+    for one, other in spelled_twice(dataset.languages):
+        warn(f"{one} and {other} are one language, and become two of the model: use one in `pairs`")
     if archive := _archive(dataset, folders, source):
         if flags:
             advice = "give --raw folder with text to learn others"

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
 
-from smoe_fairseq.errors import UsageError
+from smoe_fairseq.errors import UsageError, quietly
 from smoe_fairseq.files import read_plain, write_whole
 from smoe_fairseq.forms import read_json
 from smoe_fairseq.recipes.data.download import tokenizer_file
@@ -18,7 +18,7 @@ from smoe_fairseq.recipes.datasets import Dataset
 from smoe_fairseq.recipes.evaluation import metrics, scores, translations
 from smoe_fairseq.recipes.folders import test_file
 from smoe_fairseq.recipes.processes import command
-from smoe_fairseq.recipes.program_flags import Flags, arguments
+from smoe_fairseq.recipes.program_flags import Flags, arguments, parse_flags
 from smoe_fairseq.recipes.training.train import data_arguments
 
 FILE = "evaluation.json"
@@ -106,11 +106,19 @@ class Evaluation:
 
         Translations by the same search are scored again if only the scoring, or a reference, has changed.
         """
-        folder = self.partial if self.partial.exists() else self.complete
-        same = self._of_this_search(folder)
-        translated = (d for d in self.directions if (folder / f"{d}.txt").exists())
-        if again := ", ".join(direction for direction in translated if direction not in same):
+        folder, same = self.partial, self._of_this_search(self.partial)
+        if not same:
+            folder, same = self.complete, self._of_this_search(self.complete)
+            if not same:  # before anything goes
+                with quietly():
+                    parse_flags("fairseq-generate", self.generation(self.directions[0]))
+        texts = {d: [each / f"{d}.txt" for each in (self.partial, folder)] for d in self.directions}
+        if again := ", ".join(
+            d for d in texts if d not in same and any(map(Path.exists, texts[d]))
+        ):
             print(f"# {again}: another checkpoint or search translated it before; again now")
+        if folder == self.complete:
+            shutil.rmtree(self.partial, ignore_errors=True)
         for direction in same:
             with suppress(UsageError):  # not translated
                 self.add_scores(folder, direction)
