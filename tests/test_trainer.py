@@ -252,6 +252,7 @@ train.cli_main()
 """
 
 
+@pytest.mark.soak
 def test_a_thread_that_loads_data_does_not_abort_a_finished_run(small_corpus, tmp_path):
     """It computes when Python ends."""
     words = [small_corpus, "--save-dir", tmp_path, *SMALL, "--max-update", 1, "--no-save"]
