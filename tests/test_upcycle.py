@@ -1,5 +1,6 @@
 """``smoe upcycle``: a dense model's experts are copies, and translate as it did until they are trained."""
 
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
@@ -185,6 +186,16 @@ def test_what_the_file_holds_beside_the_experts(dense, tmp_path):
         assert replaced or name.endswith("_tensor") or torch.equal(tensor, made["model"][name])
     tied = [made["model"][f"{side}.embed_tokens.weight"] for side in ("encoder", "decoder")]
     assert tied[0].data_ptr() == tied[1].data_ptr()
+
+
+def test_the_command_that_is_printed_has_the_task(dense, tmp_path, capsys):
+    flags = {"langs": ["a", "b"], "lang_pairs": ["a-b"], "encoder_langtok": "tgt"}
+    task = Namespace(task="translation_multi_simple_epoch", **flags)
+    path = changed(dense, tmp_path / "dense.pt", lambda state: state["cfg"].update(task=task))
+    call("upcycle", path, "--smoe-strata", 4, "--output", tmp_path / "up.pt")
+    words = capsys.readouterr().out
+    flags = ("--langs a,b", "--lang-pairs a-b", "--encoder-langtok tgt", "--criterion smoe_")
+    assert all(flag in words for flag in (f"--task {task.task}", *flags))
 
 
 def test_a_published_model_without_state_of_its_training_translates(corpus, pre_norm, tmp_path):
