@@ -102,12 +102,12 @@ def are_languages(names: tuple[str, ...]) -> bool:
 
 
 def spelled_twice(names: Iterable[str]) -> list[tuple[str, str]]:
-    """The pairs of codes of one language, such as ``fr`` and ``fra``; not ``pt`` and ``pt-BR``."""
+    """The pairs of codes of one language, as ``fr`` and ``fra``; not variants, as ``pt`` and ``pt-BR``."""
 
     def alike(one: str, other: str) -> bool:
-        first, second = language_of(one), language_of(other)
-        parts = ("language", "territory")
-        return _is_same(one, other) and all(getattr(first, x) == getattr(second, x) for x in parts)
+        tags = [language_of(name) for name in (one, other)]
+        kinds = {(tag.language, tag.maximize().script, tag.territory) for tag in filter(None, tags)}
+        return None not in tags and len(kinds) == 1
 
     return [each for each in combinations(names, 2) if alike(*each)]
 

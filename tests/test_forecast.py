@@ -23,7 +23,6 @@ from smoe_fairseq.modules.gates.top_k import TopKGate
 from smoe_fairseq.recipes.training.batch import longest_sentence
 
 LENGTH = 32
-
 # Large enough that Python's and torch's own small tensors do not count.
 MODEL = "--arch smoe_transformer_tiny --encoder-embed-dim 256 --encoder-ffn-embed-dim 1024".split()
 TRAINING = """--criterion smoe_label_smoothed_cross_entropy --label-smoothing 0.1 --optimizer adam --lr 0.001

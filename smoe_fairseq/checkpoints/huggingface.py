@@ -13,7 +13,7 @@ from torch import Tensor
 from smoe_fairseq.checkpoints import huggingface_m2m_export as m2m
 from smoe_fairseq.checkpoints.content import fingerprint
 from smoe_fairseq.checkpoints.model import LOSS_WEIGHTS, check_fit, known_options, plain_config
-from smoe_fairseq.checkpoints.reading import PLUGINS, values_of
+from smoe_fairseq.checkpoints.reading import PLUGINS, saved_task, values_of
 from smoe_fairseq.checkpoints.sets import weights_of
 from smoe_fairseq.checkpoints.tensors import blocks, save_tensors, to_half, unique_tensors
 from smoe_fairseq.checkpoints.trained_with import dictionary_mismatch
@@ -109,9 +109,8 @@ def is_export(folder: Path) -> bool:
 def task_of(path: Path, state: Mapping, data: Path | None):
     """The task that the checkpoint was trained for, with its dictionaries."""
     cfg = values_of(state.get("cfg"))
-    saved = cfg.get("task") or state.get("args")  # of fairseq before 0.10
+    saved, name = saved_task(state)
     values = values_of(saved)
-    name = values.get("task") or values.get("_name")
     if name not in ("translation", "translation_multi_simple_epoch"):
         raise UsageError(
             f"{path} is of the task {name}; expected translation or translation_multi_simple_epoch"

@@ -127,6 +127,13 @@ def values_of(part) -> Mapping:
     return part if isinstance(part, Mapping) else getattr(part, "__dict__", {})
 
 
+def saved_task(state: Mapping) -> tuple[object, str | None]:
+    """The saved settings of the task, with all others in a file of fairseq before 0.10, and its name."""
+    saved = values_of(state.get("cfg")).get("task") or state.get("args")
+    values = values_of(saved)
+    return saved, values.get("task") or values.get("_name")
+
+
 def record_of(path: Path | str) -> Record | None:
     """The record of a file; None if the file is missing, cut off, damaged, or has no record.
 

@@ -23,7 +23,7 @@ from smoe_fairseq.checkpoints.model import (
     transformer_options,
     with_model_options,
 )
-from smoe_fairseq.checkpoints.reading import values_of
+from smoe_fairseq.checkpoints.reading import saved_task, values_of
 from smoe_fairseq.compat.checkpoint_names import files_read
 from smoe_fairseq.errors import UsageError, quietly
 from smoe_fairseq.flags import flag_of
@@ -181,13 +181,14 @@ def run_upcycle(args: Namespace) -> None:
 
 
 def _task_flags(state: Mapping) -> str:
-    task = values_of(values_of(state.get("cfg")).get("task") or state.get("args"))
-    words = [f"--task {task.get('task') or task.get('_name')}"]
-    for name in ("langs", "lang_pairs", "encoder_langtok", "decoder_langtok"):
-        value = task.get(name)
-        if value and words != ["--task translation"]:
-            words.append(_shown(name, ",".join(value) if isinstance(value, list) else value))
-    return " ".join(words)
+    saved, name = saved_task(state)
+    task = values_of(saved)
+    flags = {"task": name}
+    if name != "translation":
+        several = ("langs", "lang_pairs", "encoder_langtok", "decoder_langtok")
+        flags |= {each: task[each] for each in several if task.get(each)}
+    lists = {each: ",".join(x) if isinstance(x, list) else x for each, x in flags.items()}
+    return " ".join(_shown(each, value) for each, value in lists.items())
 
 
 def size_flags(options: Mapping) -> dict:

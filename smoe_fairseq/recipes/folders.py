@@ -189,12 +189,6 @@ def test_file(dataset: Dataset, direction: str, language: str) -> Path:
     return Folders(dataset).texts("test", dataset.pair_of(direction))[language]
 
 
-def tested_directions(dataset: Dataset) -> tuple[str, ...]:
-    """The directions that have a test set; all of them where no text is."""
-    texts = {d: [test_file(dataset, d, lang) for lang in d.split("-")] for d in dataset.directions}
-    return tuple(d for d in texts if all(map(Path.exists, texts[d]))) or dataset.directions
-
-
 def package_folder(*names: str) -> str:
     """The package (for ``--user-dir``) or a folder in it; relative if it is below the current folder."""
     path = Path(smoe_fairseq.__file__).parent.joinpath(*names)

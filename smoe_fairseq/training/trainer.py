@@ -235,14 +235,9 @@ class SMoETrainer(Trainer):
                 raise
         if extra_state is not None:
             self._check_loaded(filename, reset_optimizer)
-            before, now = extra_state.get(program.SELECTED_BY), program.selected_by(self.cfg)
             # For --finetune-from-model these arguments are set although the flags are not.
-            if not (reset_optimizer or reset_meters) and before not in (None, now):
-                changed = "validation has changed since the checkpoint was saved"
-                logger.warning(f"{changed}: checkpoint_best.pt will be the best from now on")
-                extra_state.pop("best", None)
-            elif not (reset_optimizer or reset_meters):
-                program.set_early_stop(extra_state.get(program.EARLY_STOP, {}))
+            if not (reset_optimizer or reset_meters):
+                self._continue_selection(extra_state)
         # fairseq checks these limits only after an update and a validation, so it would train further.
         optimization = self.cfg.optimization
         for flag, limit, count in (
@@ -253,6 +248,15 @@ class SMoETrainer(Trainer):
                 logger.warning(f"{flag} {limit}: nothing is left to train")
                 optimization.max_epoch = -1
         return extra_state
+
+    def _continue_selection(self, extra_state: dict) -> None:
+        """Continue to select the best checkpoint and to count for ``--patience``, if by the same numbers."""
+        if extra_state.get(program.SELECTED_BY) in (None, program.selected_by(self.cfg)):
+            program.set_early_stop(extra_state.get(program.EARLY_STOP, {}))
+            return
+        changed = "validation has changed since the checkpoint was saved"
+        logger.warning(f"{changed}: checkpoint_best.pt will be the best from now on")
+        extra_state.pop("best", None)
 
     def _check_loaded(self, filename: str, reset_optimizer: bool) -> None:
         """Raise UsageError unless training can continue from the loaded state."""

@@ -78,7 +78,7 @@ def directions_table(dataset: Dataset, systems: Systems) -> Grid:
 
 def by_class(dataset: Dataset, systems: Systems) -> Grid:
     """chrF++ into and out of English, by classes of languages."""
-    parts = columns(dataset)
+    parts = columns(dataset, dataset.directions)
     rows = []
     for method, results in systems.items():
         each = ([average(result.scores, c, CHRF) for result in results] for c in parts)

@@ -15,15 +15,7 @@ from smoe_fairseq.recipes.compare.grid import FORMATS, Grid, number
 from smoe_fairseq.recipes.datasets import Dataset
 from smoe_fairseq.recipes.evaluation import metrics, scores
 from smoe_fairseq.recipes.evaluation.evaluate import again, state_notes
-from smoe_fairseq.recipes.folders import (
-    SIZES,
-    Folders,
-    run_method,
-    run_order,
-    runs_of,
-    tested_directions,
-    vocab_size,
-)
+from smoe_fairseq.recipes.folders import SIZES, Folders, run_method, run_order, runs_of, vocab_size
 from smoe_fairseq.recipes.methods import method_flags, tables
 from smoe_fairseq.recipes.processes import warn
 from smoe_fairseq.recipes.training import identity
@@ -39,18 +31,22 @@ class Column:
     directions: tuple[str, ...] | None
 
 
-def columns(dataset: Dataset) -> list[Column]:
-    """The directions, or averages over classes of languages, in the paper's order; then the overall mean."""
+def columns(dataset: Dataset, tested: tuple[str, ...]) -> list[Column]:
+    """The directions, or averages over classes of languages, in the paper's order; then the overall mean.
+
+    Args:
+        tested: the directions that have a test set.
+    """
     if classes := dataset.classes or resource_classes(dataset.name):
         if None in classes.values():
             classes = resource_classes(dataset.name, _training_sizes(dataset))
         parts = _by_class(dataset, classes)
     else:
-        parts = [Column(direction, (direction,)) for direction in tested_directions(dataset)]
+        parts = [Column(direction, (direction,)) for direction in tested]
     kept = [
         Column(f"{direction} (not trained)", (direction,)) for direction in dataset.kept_directions
     ]
-    return [*parts, Column("average", tested_directions(dataset)), *kept]
+    return [*parts, Column("average", tested), *kept]
 
 
 def resource_classes(
@@ -141,10 +137,8 @@ def side_by_side(dataset: Dataset, metric: str = scores.BLEU) -> Grid:
     names.sort(key=run_order)
     runs = {m: list(group) for m, group in itertools.groupby(names, key=run_method)}
     methods = sorted(runs, key=lambda m: (paper_order.index(m) if m in paper else len(paper), m))
-    parts, tests = (
-        columns(dataset),
-        scores.test_checksums(dataset, dataset.directions + dataset.kept_directions),
-    )
+    tests = scores.test_checksums(dataset, dataset.directions + dataset.kept_directions)
+    parts = columns(dataset, _tested(dataset, tests))
 
     rows, notes = [], []
     for name in methods:
@@ -244,12 +238,17 @@ def _cells(cost, bleu, digits: int = 1, sign: bool = False) -> list[str]:
     return [*(number(n, digits, sign) for n in cost), *(number(n, 2, sign) for n in bleu)]
 
 
+def _tested(dataset: Dataset, tests: Mapping[str, str]) -> tuple[str, ...]:
+    """The directions that have a test set; all of them where no text is."""
+    return tuple(d for d in dataset.directions if d in tests) or dataset.directions
+
+
 def _notes(
     dataset: Dataset, name: str, result: Scores, metric: str, tests: Mapping[str, str]
 ) -> list[str]:
     """How a run was scored, and why averages are missing; ``tests`` are `scores.test_checksums`."""
     points = scores.points(result, metric)
-    tested = tested_directions(dataset)
+    tested = _tested(dataset, tests)
     missing = [d for d in tested if d not in points]
     signatures = sorted({signature for _, signature in points.values()})
     notes = [f"{name}: {scores.label(metric)} {signature}" for signature in signatures]

@@ -4,7 +4,7 @@ import functools
 import hashlib
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import chain, islice
 from pathlib import Path
@@ -160,21 +160,23 @@ class _Place:
         chosen = languages
         if by_meaning:
             wanted = tuple(self.codes.get(each, each) for each in self.all_languages)
-            names = dict(zip(self.all_languages, assign(wanted, self.middles(before, after))))
+            middles = self.middles(before, after)
+            names = dict(zip(self.all_languages, assign(wanted, middles)))
             chosen = tuple(names.get(each) or each for each in languages)
-            self._check_variants(before, after, names)
+            self._check_variants(before, after, names, set(middles) - set(names.values()))
         return {
             own: _existing(self.source / f"{before}{name}{after}")
             or _existing(self.source / f"{before}{self.codes.get(own, own)}{after}")
             for own, name in zip(languages, chosen, strict=True)
         }
 
-    def _check_variants(self, before: str, after: str, names: Mapping[str, str | None]) -> None:
+    def _check_variants(
+        self, before: str, after: str, names: Mapping[str, str | None], free: Collection[str]
+    ) -> None:
         """Raise UsageError if another file's name stands for a language as well, such as en-GB and en-US."""
-        free = [name for name in self.middles(before, after) if name not in names.values()]
         for own in self.languages:
             code, name = self.codes.get(own, own), names.get(own)
-            if name and name != code and (others := meant(code, free)):
+            if name and name != code and (others := sorted(meant(code, free))):
                 both = " and ".join(
                     str(self.source / f"{before}{x}{after}") for x in (name, others[0])
                 )
