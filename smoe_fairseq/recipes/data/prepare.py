@@ -3,7 +3,6 @@
 import contextlib
 import hashlib
 import json
-import os
 import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -30,7 +29,6 @@ from smoe_fairseq.recipes.program_flags import FAIRSEQ_POSITIONS, arguments
 _RECORD = "preparation.json"
 # There until the folder is complete: what it will be made of, see `_made_of`.
 _UNFINISHED = "unfinished.json"
-_END = 2**16  # bytes of a file's beginning and end in its digest
 
 
 def prepare(dataset: Dataset, flags: Sequence[str] = ()) -> None:
@@ -88,13 +86,15 @@ def _changed(dataset: Dataset, folders: Folders, flags: Sequence[str]) -> str | 
     record = folders.binary / _RECORD
     if not record.exists():
         return None
-    before = read_json(record, {"settings": dict, "text": {str: {str: str}}})
+    before = read_json(record, {"settings": dict, "content?": {str: {str: str}}})
     now = _origin(dataset, folders, flags)
     for key, value in now["settings"].items():
         if (before["settings"].get(key) or None) != (value or None):
             return f"`{key}`"
-    for place, texts in now["text"].items():  # of which some may have been added or removed since
-        known = before["text"].get(place, {})
+    if "content" not in before:  # of an earlier version, which read the ends of files
+        return None
+    for place, texts in now["content"].items():  # some may have been added or removed since
+        known = before["content"].get(place, {})
         same = [known[name] == digest for name, digest in texts.items() if name in known]
         if texts and not (same and all(same)):
             return f"text in {place}"
@@ -102,10 +102,10 @@ def _changed(dataset: Dataset, folders: Folders, flags: Sequence[str]) -> str | 
 
 
 def _made_of(dataset: Dataset, folders: Folders, flags: Sequence[str], text: Path) -> dict:
-    """`_origin` and the times of all files, with which alone an interrupted preparation continues."""
-    given = filter(None, (text, dataset.settings.raw, source_of(dataset)))
-    times = {str(f): f.stat().st_mtime_ns for place in given for f in _files(Path(place))}
-    made_of = _origin(dataset, folders, flags, text) | {"times": times}
+    """`_origin` and the pretrained model's files, with which alone an interrupted preparation continues."""
+    made_of: dict = _origin(dataset, folders, flags, text)
+    if source := source_of(dataset):
+        made_of["pretrained"] = _digests(Path(source))
     return json.loads(json.dumps(made_of))  # as it is read
 
 
@@ -123,28 +123,18 @@ def _origin(
     text = {"raw/": _digests(gathered or folders.raw)}
     if source := dataset.settings.raw:
         text["RAW"] = _digests(source)
-    return {"settings": settings, "text": text}
+    return {"settings": settings, "content": text}
 
 
 def _digests(source: Path) -> dict[str, str]:
-    """A digest of each file's size, beginning and end, by its path in ``source``, which may be a file."""
+    """A digest of each file's content, by its path in ``source``, which may be a file."""
     digests = {}
-    for path in _files(source):
-        with open(path, "rb") as file:
-            size = file.seek(0, os.SEEK_END)
-            file.seek(max(0, size - _END))
-            ends = file.read()
-            file.seek(0)
-            content = str(size).encode() + ends + file.read(_END)
-        name = path.name if path == source else str(path.relative_to(source))
-        digests[name] = hashlib.sha256(content).hexdigest()
+    for path in [source] if source.is_file() else source.rglob("*"):
+        if path.is_file():
+            with open(path, "rb") as file:
+                name = path.name if path == source else str(path.relative_to(source))
+                digests[name] = hashlib.file_digest(file, "sha256").hexdigest()
     return digests
-
-
-def _files(source: Path) -> list[Path]:
-    """A file itself, or the files of a folder."""
-    paths = [source] if source.is_file() else source.rglob("*")
-    return [path for path in paths if path.is_file()]
 
 
 def _prepare(dataset: Dataset, folders: Folders, flags: Sequence[str]) -> None:
