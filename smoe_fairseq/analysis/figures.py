@@ -1,6 +1,5 @@
 """Figures of an analysis, one function each."""
 
-import io
 import itertools
 import re
 import sys
@@ -34,7 +33,6 @@ HATCH = "///"
 PLAIN = {"color": DARK}
 HATCHED = {"color": LIGHT, "hatch": HATCH, "edgecolor": "black"}
 DPI = 130
-NARROW = 3.9  # inches, of pictures for a phone
 SHADES = "Blues"  # light to dark, so it also works in greyscale
 
 # Fonts for scripts that matplotlib's own font lacks, in order of preference.
@@ -77,26 +75,17 @@ def new(rows: int = 1, columns: int = 1, width: float = 7.0, height: float = 3.0
     return figure, figure.subplots(rows, columns, squeeze=False, **options)
 
 
-def panels(number: int, stacked: bool, columns: int = 0, width=7.0, height=3.0, **options):
-    """Figure and its axes: ``columns`` in a row, by default all; one per row if ``stacked``.
+def panels(number: int, columns: int = 0, width=7.0, height=3.0, **options):
+    """Figure and its axes: ``columns`` in a row, by default all.
 
-    ``width`` is of the whole figure and ``height`` of a row, in inches; a stacked figure has the width of a
-    phone.
+    ``width`` is of the whole figure and ``height`` of a row, in inches.
     """
-    columns = 1 if stacked else columns or number
+    columns = columns or number
     rows = -(-number // columns)
-    figure, axes = new(rows, columns, NARROW if stacked else width, rows * height, **options)
+    figure, axes = new(rows, columns, width, rows * height, **options)
     for ax in axes.flat[number:]:
         ax.axis("off")
     return figure, list(axes.flat)
-
-
-@styled
-def png(figure: Figure) -> bytes:
-    """The picture as PNG."""
-    content = io.BytesIO()
-    figure.savefig(content, format="png", dpi=DPI)
-    return content.getvalue()
 
 
 @styled
@@ -126,9 +115,9 @@ def warn_of_missing(characters: set[str]) -> None:
 
 
 def heat_map(ax, values: np.ndarray, least: float, most: float, form: str, size: int):
-    """Values as shades, with numbers in the format ``form`` unless it is empty; returns the image."""
+    """Values as shades, with numbers in the format ``form``; returns the image."""
     image = ax.imshow(values, cmap=SHADES, vmin=least, vmax=most, aspect="auto")
-    for (row, column), value in np.ndenumerate(values) if form else ():
+    for (row, column), value in np.ndenumerate(values):
         colour = "white" if value - least > 0.55 * (most - least) else "black"
         place = {"ha": "center", "va": "center"}
         ax.text(column, row, format(value, form), fontsize=size, color=colour, **place)
@@ -139,10 +128,10 @@ def heat_map(ax, values: np.ndarray, least: float, most: float, form: str, size:
 
 
 @styled
-def draw_by_depth(results: Results, stacked: bool = False) -> Figure:
+def draw_by_depth(results: Results) -> Figure:
     """One thin line per direction, a thick one over all tokens; encoder layers, then decoder layers."""
     sides = results.sides()
-    figure, axes = panels(len(sides), stacked, height=3.2, sharey=True)
+    figure, axes = panels(len(sides), height=3.2, sharey=True)
     pivot = results.pivot()
     for ax, side in zip(axes, sides):
         blocks = results.blocks_of(side)
@@ -163,7 +152,7 @@ def draw_by_depth(results: Results, stacked: bool = False) -> Figure:
         ax.set_xlabel("layer")
     axes[0].set_ylabel("requested capacity")
     handles = {h.get_label(): h for h in axes[-1].lines if not h.get_label().startswith("_")}
-    figure.legend(handles=handles.values(), loc="outside upper center", ncols=2 if stacked else 3)
+    figure.legend(handles=handles.values(), loc="outside upper center", ncols=3)
     return figure
 
 
@@ -171,13 +160,13 @@ def draw_by_depth(results: Results, stacked: bool = False) -> Figure:
 
 
 @styled
-def draw_by_direction(results: Results, stacked: bool = False) -> Figure:
+def draw_by_direction(results: Results) -> Figure:
     """Bars for directions into and out of the common language, those with most training data first."""
     names = results.by_resource()
     pivot = results.pivot()
     sides = results.sides()
     height = 1.5 + 0.28 * len(names)
-    figure, axes = panels(len(sides), stacked, height=height, sharex=True, sharey=True)
+    figure, axes = panels(len(sides), height=height, sharex=True, sharey=True)
     for ax, side in zip(axes, sides):
         for out_of, look in ((False, PLAIN), (True, HATCHED)):
             rows = [i for i, name in enumerate(names) if name.startswith(f"{pivot}-") == out_of]
@@ -213,10 +202,10 @@ def shares(counts: Counts) -> dict[tuple[int, int], float]:
 
 
 @styled
-def draw_flow(results: Results, stacked: bool = False) -> Figure:
+def draw_flow(results: Results) -> Figure:
     """One panel per block, over all directions; a bar is a stratum, its height the share of tokens."""
     number = len(results.blocks)
-    figure, axes = panels(number, stacked, columns=min(2, number), width=7.6, height=2.9)
+    figure, axes = panels(number, columns=min(2, number), width=7.6, height=2.9)
     for ax, block in zip(axes, results.blocks):
         flow_panel(ax, results.over(results.directions, block))
         ax.set_title(block.title)
@@ -297,13 +286,13 @@ def groups(results: Results, block: Block, min_count: int) -> dict[str, np.ndarr
 
 
 @styled
-def draw_frequency(results: Results, min_count: int, stacked: bool = False) -> Figure:
+def draw_frequency(results: Results, min_count: int) -> Figure:
     """Violins with their median, one panel per side; a rank of 1 is the most frequent token."""
     looks = {"lowest": (DARK, None), "highest": (LIGHT, HATCH), "all": (MIDDLE, None)}
     sides = results.sides()
     most = max(len(results.blocks_of(side)) for side in sides)
     width = max(7, 1.6 * most * len(sides))
-    figure, axes = panels(len(sides), stacked, width=width, height=3.6, sharey=True)
+    figure, axes = panels(len(sides), width=width, height=3.6, sharey=True)
     for ax, side in zip(axes, sides):
         blocks = results.blocks_of(side)
         for i, block in enumerate(blocks):
@@ -350,18 +339,17 @@ def loads(results: Results, block: Block) -> dict[str, np.ndarray]:
 
 
 @styled
-def draw_load(results: Results, stacked: bool = False) -> Figure:
+def draw_load(results: Results) -> Figure:
     """One panel per block; 1 is the mean number of first choices per expert."""
     tables = [loads(results, block) for block in results.blocks]
     experts = max(block.strata.num_experts for block in results.blocks)
     columns = 1 if experts > 10 else min(2, len(tables))
     height = 1.3 + 0.32 * max(map(len, tables))
-    figure, axes = panels(len(tables), stacked, columns, max(7, 0.45 * experts), height)
+    figure, axes = panels(len(tables), columns, max(7, 0.45 * experts), height)
     top = max(max(load.max() for load in table.values()) for table in tables)
     for ax, block, table in zip(axes, results.blocks, tables):
         values = np.stack(list(table.values()))
-        form = "" if stacked and experts > 16 else ".1f"  # numbers would overlap
-        image = heat_map(ax, values, 0, top, form, size=8)
+        image = heat_map(ax, values, 0, top, ".1f", size=8)
         for first in {*block.strata.first_experts} - {0}:
             ax.axvline(first - 0.5, color="black", linewidth=1.5)
         ax.set_yticks(range(len(table)), table)
@@ -380,10 +368,10 @@ def draw_load(results: Results, stacked: bool = False) -> Figure:
 
 
 @styled
-def draw_positions(check: CapacityCheck, stacked: bool = False) -> Figure:
+def draw_positions(check: CapacityCheck) -> Figure:
     """A panel per side, a bar per fifth of the sentence, over all MoE layers of the side."""
     sides = check.sides()
-    figure, axes = panels(len(sides), stacked, height=2.8, sharey=True)
+    figure, axes = panels(len(sides), height=2.8, sharey=True)
     for ax, side in zip(axes, sides):
         percent = check.percent_dropped(side)
         look = HATCHED if side == "decoder" else PLAIN
@@ -399,27 +387,25 @@ def draw_positions(check: CapacityCheck, stacked: bool = False) -> Figure:
 
 # The requested capacity of one sentence's tokens.
 
-PER_ROW, STACKED_ROW = 16, 8  # tokens; a longer sentence has several rows
+PER_ROW = 16  # tokens; a longer sentence has several rows
 
 
 @styled
-def draw_sentence(sides: list[SentenceSide], stacked: bool = False) -> Figure:
+def draw_sentence(sides: list[SentenceSide]) -> Figure:
     """One row of cells per block, a column per token."""
-    per_row = STACKED_ROW if stacked else PER_ROW
-    parts = [(side, start) for side in sides for start in range(0, len(side.tokens), per_row)]
+    parts = [(side, start) for side in sides for start in range(0, len(side.tokens), PER_ROW)]
     heights = [0.75 + 0.3 * len(side.blocks) for side, _ in parts]
     ratios = {"height_ratios": heights}
-    width = NARROW if stacked else 7.6
-    figure, axes = new(len(parts), 1, width=width, height=sum(heights), gridspec_kw=ratios)
+    figure, axes = new(len(parts), 1, width=7.6, height=sum(heights), gridspec_kw=ratios)
     for ax, (side, start) in zip(axes[:, 0], parts):
-        panel(ax, side, start, per_row)
+        panel(ax, side, start)
     return figure
 
 
-def panel(ax, side: SentenceSide, start: int, per_row: int) -> None:
-    """Up to ``per_row`` tokens, from index ``start`` on."""
-    tokens = side.tokens[start : start + per_row]
-    values = np.array([row[start : start + per_row] for row in side.requested])
+def panel(ax, side: SentenceSide, start: int) -> None:
+    """Up to `PER_ROW` tokens, from index ``start`` on."""
+    tokens = side.tokens[start : start + PER_ROW]
+    values = np.array([row[start : start + PER_ROW] for row in side.requested])
     most = max(len(block.strata) for block in side.blocks)
     heat_map(ax, values, 0.5, most, "d", size=9)
     ax.set_xticks(range(len(tokens)), tokens, rotation=40, ha="left", rotation_mode="anchor")
@@ -427,7 +413,7 @@ def panel(ax, side: SentenceSide, start: int, per_row: int) -> None:
     ax.set_yticks(range(len(side.blocks)), [block.title for block in side.blocks])
     ax.tick_params(length=0)
     ax.spines[:].set_visible(False)
-    ax.set_xlim(-0.5, per_row - 0.5)
+    ax.set_xlim(-0.5, PER_ROW - 0.5)
 
 
 # Requested capacity and expert load over the course of training.
@@ -442,7 +428,7 @@ COLOURS = (MIDDLE, "#3f6ea8", LIGHT, "#a2641b", "black", "#9dbcdc")
 
 
 @styled
-def draw_training(series: Series, stacked: bool = False) -> Figure:
+def draw_training(series: Series) -> Figure:
     """Requested capacity and load, of each block if the log has blocks (JSON).
 
     For a log without blocks, the second panel shows dropped copies, if there are any.
@@ -450,7 +436,7 @@ def draw_training(series: Series, stacked: bool = False) -> Figure:
     blocks = {name.split("/")[0] for name in series if "/" in name}
     blocks = sorted(blocks, key=lambda b: (b.startswith("decoder"), int(b.split(".")[-1])))
     dropped = [name for name in DROPPED if any(series.get(name, {}).values())]
-    figure, axes = panels(2 if blocks or dropped else 1, stacked, height=3.4)
+    figure, axes = panels(2 if blocks or dropped else 1, height=3.4)
     looks = {b: (COLOURS[i % len(COLOURS)], "--" if i % 2 else "-") for i, b in enumerate(blocks)}
     if "requested_capacity" in series:
         line(axes[0], series["requested_capacity"], "all blocks", DARK, "-", width=2.5)

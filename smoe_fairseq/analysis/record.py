@@ -129,40 +129,29 @@ class BlockFollower:
 
 
 class BlockRecorder(BlockFollower):
-    """Counts the first choices of a block's gates by token type, for those that occur.
-
-    Attributes:
-        row_V: the row of each token type in ``counts``; -1: it has not occurred.
-        counts: ``(N, L, E)``, first choices of expert e by tokens of a type in stratum i; the last rows may
-            be unused.
-    """
+    """Counts the first choices of a block's gates by token type, for those that occur."""
 
     def __init__(self, block: StratifiedMoE, dictionary: Dictionary):
         super().__init__(block, dictionary)
-        device = block.stratum_of_expert.device
-        self.row_V = torch.full((len(dictionary),), -1, device=device)
-        shape = len(block.strata), block.strata.num_experts
-        self.counts, self.number = torch.zeros(0, *shape, dtype=torch.int64, device=device), 0
-
-    def begin(self, tokens_BS: Tensor) -> None:
-        super().begin(tokens_BS)
-        types = self.type_T.unique()
-        types = types[self.row_V[types] < 0]
-        end = self.number + len(types)
-        self.row_V[types] = torch.arange(self.number, end, device=types.device)
-        self.number = end
-        if end > len(self.counts):
-            # At least twice as many rows, so that a new type in each batch does not copy all each time.
-            more = self.counts.new_zeros(end, *self.counts.shape[1:])
-            self.counts = torch.cat([self.counts, more])
+        self.choices: Counter[int] = Counter()  # by ``(type L + stratum) E + expert``
 
     def note(
         self, stratum: int, index_N: Tensor, expert_N: Tensor, routing: Routing, row_N: Tensor
     ) -> None:
         strata = self.block.strata
-        first_N = self.row_V[self.type_T[index_N]] * len(strata) + stratum
-        cell_N = first_N * strata.num_experts + expert_N
-        self.counts.view(-1).index_add_(0, cell_N, torch.ones_like(cell_N))
+        first_N = self.type_T[index_N] * len(strata) + stratum
+        choices, numbers = (first_N * strata.num_experts + expert_N).unique(return_counts=True)
+        self.choices.update(dict(zip(choices.tolist(), numbers.tolist(), strict=True)))
+
+    def counts(self) -> tuple[ndarray, ndarray]:
+        """The token types that occurred, ``(N,)``, and their first choices, ``(N, L, E)``."""
+        strata = self.block.strata
+        choices_C = np.array(list(self.choices), dtype=np.int64)
+        size = len(strata) * strata.num_experts
+        types_N, row_C = np.unique(choices_C // size, return_inverse=True)
+        counts = np.zeros((len(types_N), size), dtype=np.int64)
+        counts[row_C, choices_C % size] = list(self.choices.values())
+        return types_N, counts.reshape(-1, len(strata), strata.num_experts)
 
 
 class Recorder:
@@ -257,11 +246,7 @@ def collect(samples: inputs.Samples) -> Direction:
             recorder.run(sample["net_input"])
     for name, block_recorder in recorder.blocks.items():
         block = Block(name, block_recorder.block.strata)
-        row_V = block_recorder.row_V.cpu().numpy()
-        types = np.flatnonzero(row_V >= 0)
-        counts = block_recorder.counts.cpu().numpy()[row_V[types]]
-        seen = counts[:, 0].any(axis=1)  # not padding
-        types, counts = types[seen], counts[seen]
+        types, counts = block_recorder.counts()
         special = inputs.special(inputs.dictionary_of(task, block.side), task)[types]
         blocks.append(TypeCounts(block, types, special, counts))
     return Direction(samples.direction, samples.seen, samples.too_long, tuple(blocks))

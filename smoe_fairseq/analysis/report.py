@@ -13,14 +13,11 @@ from smoe_fairseq.analysis import figures
 from smoe_fairseq.analysis.figures import Series
 from smoe_fairseq.analysis.results import Results
 from smoe_fairseq.analysis.sentence import SentenceSide
-from smoe_fairseq.errors import UsageError
 from smoe_fairseq.files import write_whole
-from smoe_fairseq.forms import SCORES, read_json
-from smoe_fairseq.subwords import BEGINS_WORD
 
 
-def summary(results: Results, checkpoint: Path) -> str:
-    """The first paragraph: what was run, the mean requested capacity, and BLEU."""
+def summary(results: Results) -> str:
+    """The first paragraph: what was run, and the mean requested capacity."""
     run = results.run
     means = [
         f"{results.mean(results.directions, side):.2f} strata of a block in the {side}"
@@ -31,21 +28,10 @@ def summary(results: Results, checkpoint: Path) -> str:
         number = len(results.directions)
         over = f"{sum(run['sentences'].values()):,} sentence pairs in {number} direction"
         over += "s" * (number > 1)
-    text = (
+    return (
         f"After {run['updates']:,} updates, over {over} of {run['subset']}, a token stops on average at "
         f"{' and at '.join(means)}."
     )
-    try:
-        # An average is in a folder of its run's.
-        files = [folder / "scores.json" for folder in checkpoint.parents[:2]]
-        content = read_json(next(filter(Path.exists, files), files[0]), SCORES)
-        if content["checkpoint"] != checkpoint.name:
-            return text
-        bleus = [content["scores"][name]["bleu"] for name in results.directions]
-    except (UsageError, KeyError):  # some directions have not been evaluated
-        return text
-    mean = "" if len(bleus) == 1 else f", the mean of {len(bleus)} directions"
-    return f"{text} Its BLEU on the test set is {np.mean(bleus):.1f}{mean}."
 
 
 def frequency(results: Results, min_count: int) -> str:
@@ -60,27 +46,9 @@ def frequency(results: Results, min_count: int) -> str:
     return f"Median training-frequency rank of the {tokens}: {'; '.join(parts)}."
 
 
-def sentence(sides: list[SentenceSide]) -> str:
-    """The words, or parts of words, with highest and lowest requested capacity on each side."""
-    parts = []
-    for side in sides:
-        means = np.mean(side.requested, axis=0)
-        text = (t != BEGINS_WORD and not s for t, s in zip(side.tokens, side.special))
-        shown = [i for i, is_text in enumerate(text) if is_text]
-        order = sorted(shown or range(len(means)), key=lambda i: -means[i])
-        words = [f'"{side.tokens[i].strip(BEGINS_WORD)}"' for i in (order[0], order[-1])]
-        most, least = (f"{round(float(means[i]), 2):g}" for i in (order[0], order[-1]))
-        parts.append(
-            f"{most} for all tokens of the {side.side}"
-            if most == least
-            else f"in the {side.side} {most} for {words[0]} and {least} for {words[1]}"
-        )
-    return "Highest and lowest requested capacity: " + "; ".join(parts) + "."
-
-
 def pictures(
     results: Results, sides: list[SentenceSide], series: Series, min_count: int
-) -> dict[str, Callable[..., Figure]]:
+) -> dict[str, Callable[[], Figure]]:
     """Functions that draw the pictures, by name; without those that have nothing to show."""
     blocks = results.blocks if results.ranks else []
     counted = any(len(figures.groups(results, block, min_count)["all"]) for block in blocks)
@@ -100,30 +68,23 @@ def pictures(
     return {name: function for name, function in draw.items() if function}
 
 
-def draw(folder: Path, functions: dict[str, Callable[..., Figure]]) -> dict[str, dict[str, str]]:
-    """Writes ``NAME.png`` and ``NAME.svg`` of each picture.
-
-    Returns:
-        By name, the picture as PNG in base 64: "wide" with panels in a row, "narrow" with a panel per row,
-        for a phone.
-    """
+def draw(folder: Path, functions: dict[str, Callable[[], Figure]]) -> dict[str, str]:
+    """Writes ``NAME.png`` and ``NAME.svg`` of each picture; returns the PNG in base 64, by name."""
     drawn, missing = {}, set()
     for name, picture in functions.items():
-        missing |= figures.save(picture(stacked=False), folder / name)
-        files = (folder / f"{name}.png").read_bytes(), figures.png(picture(stacked=True))
-        wide, narrow = (base64.b64encode(png).decode() for png in files)
-        drawn[name] = {"wide": wide, "narrow": narrow}
+        missing |= figures.save(picture(), folder / name)
+        drawn[name] = base64.b64encode((folder / f"{name}.png").read_bytes()).decode()
     figures.warn_of_missing(missing)
     return drawn
 
 
-def page(results: Results, checkpoint: Path, drawn: dict[str, dict[str, str]], **content) -> str:
+def page(results: Results, checkpoint: Path, drawn: dict[str, str], **content) -> str:
     """A self-contained HTML page.
 
     Args:
         drawn: see `draw`.
-        content: further variables of the template: ``direction`` and ``sides`` of the example, ``series`` of
-            the log, and ``min_count``.
+        content: further variables of the template: ``direction`` of the example, ``series`` of the log, and
+            ``min_count``.
     """
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent),
@@ -132,13 +93,13 @@ def page(results: Results, checkpoint: Path, drawn: dict[str, dict[str, str]], *
         lstrip_blocks=True,
         undefined=jinja2.StrictUndefined,
     )
-    environment.globals |= {"figures": figures, "frequency": frequency, "sentence": sentence}
+    environment.globals |= {"figures": figures, "frequency": frequency}
     environment.filters["fixed"] = lambda values, digits: ", ".join(
         f"{value:.{digits}f}" for value in values
     )
     content |= {"results": results, "checkpoint": checkpoint, "drawn": drawn}
     template = environment.get_template("report.html.jinja")
-    return template.render(summary=summary(results, checkpoint), **content)
+    return template.render(summary=summary(results), **content)
 
 
 def write(
@@ -152,6 +113,6 @@ def write(
     """Draw the pictures and write ``report.html``; ``example`` is a direction and a sentence of it."""
     direction, sides = example
     drawn = draw(folder, pictures(results, sides, series, min_count))
-    content = {"direction": direction, "sides": sides, "series": series, "min_count": min_count}
+    content = {"direction": direction, "series": series, "min_count": min_count}
     text = page(results, checkpoint, drawn, **content)
     write_whole(folder / "report.html", text, called="report.html")

@@ -1,11 +1,12 @@
 """Routes of a sentence's tokens through the strata."""
 
 import os
-import unicodedata
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import regex
 import torch
 from fairseq.sequence_generator import SequenceGenerator
 from torch import Tensor, nn
@@ -19,21 +20,13 @@ from smoe_fairseq.translate.directions import is_multilingual
 from smoe_fairseq.translate.load import segmenter
 from smoe_fairseq.translate.readout import Readout
 
-# Control characters, surrogates and line separators: terminals act on them, and SVG must not contain them.
-_CONTROL = {"Cc", "Cs", "Zl", "Zp"}
-# These change the direction of text, and so its apparent order.
-_BIDIRECTIONAL = {*"\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"}
+# Terminals act on control characters, SVG must not contain them, and some change the order of text.
+_HIDDEN = regex.compile(r"[\p{Cc}\p{Cs}\p{Zl}\p{Zp}\p{Bidi_Control}\p{Noncharacter_Code_Point}]")
 
 
 def visible(text: str) -> str:
     r"""The text with such characters escaped, as ``\x1b`` or ``\u202e``."""
-    return "".join(c.encode("unicode_escape").decode() if _is_hidden(c) else c for c in text)
-
-
-def _is_hidden(character: str) -> bool:
-    if ord(character) & 0xFFFE == 0xFFFE:  # not a character in Unicode
-        return True
-    return unicodedata.category(character) in _CONTROL or character in _BIDIRECTIONAL
+    return _HIDDEN.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
 
 
 BEAM = 5
@@ -99,38 +92,30 @@ class StopRecorder(BlockFollower):
             self.stops[token].append(Stop(stratum, first, experts))
 
 
-class StopFinder:
-    """Finds the stops of all tokens of a batch; created once for many batches."""
+def run_batch(model: nn.Module, task, net_input: dict) -> list[list[SentenceSide]]:
+    """The sides of each sentence pair of a batch, from one forward pass.
 
-    def __init__(self, model: nn.Module, task):
-        self.model, self.task = model, task
-        self.dictionaries = {side: inputs.dictionary_of(task, side) for side in inputs.sides(task)}
-        self.special = {side: inputs.special(d, task) for side, d in self.dictionaries.items()}
+    Args:
+        net_input: fairseq's; for a translation model with ``prev_output_tokens``.
+    """
+    with Recorder(model, task, StopRecorder).recording() as recorder, torch.inference_mode():
+        recorder.run(net_input)
+    sides = [_sides(side, task, net_input, recorder) for side in inputs.sides(task)]
+    return list(map(list, zip(*sides, strict=True)))
 
-    def run(self, net_input: dict) -> list[list[SentenceSide]]:
-        """The sides of each sentence pair of a batch, from one forward pass.
 
-        Args:
-            net_input: fairseq's; for a translation model with ``prev_output_tokens``.
-        """
-        recorder = Recorder(self.model, self.task, StopRecorder)
-        with recorder.recording(), torch.inference_mode():
-            recorder.run(net_input)
-        return [
-            [self._side(side, net_input, sentence, recorder) for side in self.dictionaries]
-            for sentence in range(len(net_input["src_tokens"]))
-        ]
-
-    def _side(self, side: str, net_input: dict, sentence: int, recorder: Recorder) -> SentenceSide:
-        dictionary = self.dictionaries[side]
-        tokens = input_tokens(net_input, side)[sentence].tolist()
+def _sides(side: str, task, net_input: dict, recorder: Recorder) -> Iterator[SentenceSide]:
+    """One side of each sentence pair."""
+    dictionary = inputs.dictionary_of(task, side)
+    special = inputs.special(dictionary, task)
+    blocks = {name: block for name, block in recorder.blocks.items() if name.startswith(side)}
+    for sentence, tokens in enumerate(input_tokens(net_input, side).tolist()):
         real = [s for s, token in enumerate(tokens) if token != dictionary.pad()]
         start = sentence * len(tokens)
-        blocks = {name: block for name, block in recorder.blocks.items() if name.startswith(side)}
-        return SentenceSide(
+        yield SentenceSide(
             side,
             [visible(dictionary[tokens[s]]) for s in real],
-            [bool(self.special[side][tokens[s]]) for s in real],
+            [bool(special[tokens[s]]) for s in real],
             [Block(name, block.block.strata) for name, block in blocks.items()],
             [[block.stops[start + s] for s in real] for block in blocks.values()],
         )
@@ -138,8 +123,7 @@ class StopFinder:
 
 def run_pair(model: nn.Module, task, net_input: dict) -> list[SentenceSide]:
     """The sides with MoE layers of a batch's first sentence pair, or of its first text."""
-    first, *_ = StopFinder(model, task).run(net_input)
-    return [side for side in first if side.blocks]
+    return [side for side in run_batch(model, task, net_input)[0] if side.blocks]
 
 
 def run_sentence(

@@ -13,7 +13,7 @@ import torch
 from fairseq.data.data_utils import collate_tokens
 
 from smoe_fairseq.analysis import inputs
-from smoe_fairseq.analysis.sentence import SentenceSide, StopFinder
+from smoe_fairseq.analysis.sentence import SentenceSide, run_batch
 from smoe_fairseq.errors import UsageError
 from smoe_fairseq.forms import Number, fault
 from smoe_fairseq.models.transformer import moe_blocks
@@ -289,7 +289,6 @@ class Engine:
         pairs = (inputs.languages(task, direction) for direction in self.directions)
         self.languages = list(dict.fromkeys(itertools.chain(*pairs)))
         self.blocks = moe_blocks(translator.models[0])
-        self.finder = StopFinder(translator.models[0], task)
 
     def stop(self) -> None:
         """End running translations, which then raise RuntimeError."""
@@ -359,7 +358,8 @@ class Engine:
             "src_lengths": torch.tensor([len(ids) for ids in sources], device=device),
             "prev_output_tokens": collate_tokens(targets, target.pad()).to(device),
         }
-        return [{s.side: _side(s) for s in sides} for sides in self.finder.run(net_input)]
+        pairs = run_batch(self.translator.models[0], self.task, net_input)
+        return [{side.side: _side(side) for side in sides} for sides in pairs]
 
 
 def _ids(dictionary, tokens: list[str], *first: int) -> torch.Tensor:

@@ -51,7 +51,7 @@ def draw(folder: Path, log: Path) -> Path:
 
     @figures.styled
     def picture():
-        figure, axes = figures.panels(len(panels), stacked=False, width=3.6 * len(panels))
+        figure, axes = figures.panels(len(panels), width=3.6 * len(panels))
         for ax, panel in zip(axes, panels, strict=True):
             shades = (figures.MIDDLE, figures.DARK)
             named = sorted(by_panel[panel].items(), reverse=True)
