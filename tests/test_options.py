@@ -157,14 +157,9 @@ def test_a_weight_that_makes_no_loss_is_named(weights):
 @pytest.mark.parametrize(
     "flags, named",
     [
-        ("--smoe-strata 2-2-2-2", "--smoe-strata 4-4"),
-        ("--moe-freq 0", "--moe-freq 0"),
-        ("--smoe-strata 4-4 --moe-stacked", "--moe-stacked"),
-        ("--smoe-strata 4-4 --encoder-ffn-embed-dim 64", "architecture"),
-        ("--smoe-strata 4-4,2-6 --encoder-layers 4 --decoder-layers 4", "4-4,2-6"),
-        ("--moe-gate hash --smoe-strata 8", "--moe-gate hash"),
-        ("--smoe-strata 8 --smoe-chain 3", "--smoe-chain 3"),
-        ("--smoe-strata 0-8", "--smoe-strata 0-8"),  # pruned
+        ("--smoe-strata 2-2-2-2", "moe.gates.1.weight"),
+        ("--moe-freq 0", "layers.1"),
+        ("--smoe-strata 4-4 --encoder-ffn-embed-dim 64", "fc1.bias is (256,)"),
         ("--smoe-strata 4-4 --moe-null-experts 2 --moe-top-k 3", "null_weight"),
         ("--smoe-strata 4-4 --moe-balance bias --moe-second-expert-policy all", "bias.steps"),
     ],
@@ -173,4 +168,6 @@ def test_a_checkpoint_of_another_model_is_named(flags, named):
     state = tiny("--smoe-strata", "4-4").state_dict()
     with pytest.raises(UsageError) as error:
         tiny(*flags.split()).load_state_dict(state)
-    assert named in str(error.value) and "\n" not in str(error.value)
+    assert named in str(error.value) and "--smoe-strata" in str(error.value)
+    with pytest.raises(UsageError, match="smoe upcycle"):
+        tiny("--smoe-strata", "4-4").load_state_dict(tiny("--moe-freq", "0").state_dict())

@@ -27,7 +27,7 @@ from smoe_fairseq.checkpoints.reading import saved_task, values_of
 from smoe_fairseq.compat.checkpoint_names import files_read
 from smoe_fairseq.errors import UsageError, quietly
 from smoe_fairseq.flags import flag_of
-from smoe_fairseq.host_memory import machine_memory
+from smoe_fairseq.models.memory import check_fits
 from smoe_fairseq.models.options import SMoETransformerConfig, offer_gates
 from smoe_fairseq.modules.gates import GATES
 
@@ -56,13 +56,7 @@ def upcycle(path: Path, moe_options: Mapping, noise: float) -> dict:
         model = target_model(path, options, state["model"])
     except UsageError as error:  # about flags, since the checkpoint's settings were checked above
         raise error.__cause__ if isinstance(error.__cause__, UsageError) else error from None
-    target = model.state_dict()
-    size, memory = 4 * sum(map(Tensor.numel, target.values())), machine_memory()
-    if memory is not None and size > memory:
-        raise UsageError(
-            f"the model would have {size:,} bytes, and the memory has {memory:,}; expected fewer experts "
-            "(--smoe-strata, --moe-freq)"
-        )
+    check_fits(model)
     state["model"] = _weights(state["model"], model, noise)
     return with_model_options(state, options)
 

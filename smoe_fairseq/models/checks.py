@@ -16,7 +16,7 @@ from smoe_fairseq.models.options import (
     SMoEMultilingualTransformerConfig,
     SMoETransformerConfig,
 )
-from smoe_fairseq.modules import OptionError, Strata, StratifiedMoE
+from smoe_fairseq.modules import OptionError, StratifiedMoE
 from smoe_fairseq.modules.config import MoEConfig, gates_that_read, without_effect
 from smoe_fairseq.modules.gates import GATES
 
@@ -255,20 +255,13 @@ def check_checkpoint(model, state_dict) -> None:
     if own == loaded:
         _check_shared(model, state_dict)
         return
-    advice = "pass the checkpoint's flags, or another checkpoint"
-    own_flags, loaded_flags = _strata_of(own), _strata_of(loaded)
-    if own_flags != loaded_flags:
-        dense = "; to start from a dense model, convert it with smoe upcycle"
-        raise UsageError(
-            f"the checkpoint was trained with {loaded_flags} and this model has {own_flags}; "
-            f"{advice}{dense if loaded_flags == _DENSE else ''}"
-        )
-    experts = [n for n in own if n.endswith(".moe.experts.w1") and n in loaded]
-    share = next((n for n in experts if loaded[n] != own[n]), None)
-    if share and loaded[share][1:] == own[share][1:]:
-        raise UsageError(
-            f"the checkpoint has {loaded[share][0]} of {own[share][0]} experts: use smoe consolidate first"
-        )
+    differing = [n for n in sorted({**own, **loaded}) if own.get(n) != loaded.get(n)]
+    if all(".moe.experts." in n and n in own and n in loaded for n in differing):
+        first = differing[0]
+        if loaded[first][1:] == own[first][1:]:
+            raise UsageError(
+                f"the checkpoint has {loaded[first][0]} of {own[first][0]} experts: use smoe consolidate"
+            )
     for name in (n for n in own if n.endswith("embed_tokens.weight")):
         shape, loaded_shape = own[name], loaded.get(name, ())
         if loaded_shape[1:] == shape[1:] and loaded_shape != shape:
@@ -281,10 +274,12 @@ def check_checkpoint(model, state_dict) -> None:
                 f"expected {'the --langs of its training, or ' if added else ''}the folder of its "
                 "dictionaries (DATA, or --data)"
             )
-    name = next(n for n in sorted({**own, **loaded}) if own.get(n) != loaded.get(n))
+    name = differing[0]
+    dense = any(".moe." in n for n in own) and not any(".moe." in n for n in loaded)
     raise UsageError(
-        f"the checkpoint has another architecture: {name} is {loaded.get(name, 'missing')} in it "
-        f"and {own.get(name, 'missing')} in this model; {advice}"
+        f"the checkpoint has another architecture: {name} is {loaded.get(name, 'missing')} in it and "
+        f"{own.get(name, 'missing')} in this model; pass the flags of its training, such as --arch, "
+        f"--smoe-strata and --moe-freq{', or convert it with smoe upcycle' if dense else ''}"
     )
 
 
@@ -299,39 +294,3 @@ def _check_shared(model, state_dict) -> None:
                 f"the model shares {other} and {name}, which differ in the checkpoint: expected equal ones, "
                 "or the flags of its training"
             )
-
-
-_DENSE = "--moe-freq 0"
-
-
-def _strata_of(shapes: dict[str, tuple]) -> str:
-    """The flags of a state dict, inferred from its gates: ``shape[0]`` is the number of visible experts."""
-    blocks = dict.fromkeys(name.split("gates.")[0] for name in shapes if ".moe.gates." in name)
-    if not blocks:
-        return _DENSE
-    if any(f"{block}gates.0.table" in shapes for block in blocks):
-        return f"--moe-gate {' or '.join(gates_that_read('hash_table'))}"
-    sides, kinds = {}, set()
-    for block in blocks:
-        kind, strata = _strata_of_block(shapes, block)
-        kinds |= {kind} - {""}
-        sides.setdefault(block.partition(".layers.")[0], []).append(strata)
-    distinct = {strata for layers in sides.values() for strata in layers}
-    shown = [f"--{side}-smoe-strata {','.join(layers)}" for side, layers in sides.items()]
-    if len(distinct) == 1:
-        shown = [f"--smoe-strata {distinct.pop()}"]
-    return " ".join([*kinds, *shown])
-
-
-def _strata_of_block(shapes: dict[str, tuple], block: str) -> tuple[str, str]:
-    """The flag of an unusual arrangement, or "", and the strata."""
-    visible = []
-    while (gate := f"{block}gates.{len(visible)}.weight") in shapes:
-        visible.append(shapes[gate][0])
-    if len(visible) > 1 and f"{block}layer_norms.1.weight" not in shapes:
-        return "--moe-stacked", str(Strata(tuple(visible)))
-    sizes = (here - later for here, later in zip(visible, [*visible[1:], 0], strict=True))
-    strata = str(Strata(tuple(sizes)))
-    if len(visible) > 1 and len(set(visible)) == 1:  # only the last stratum has experts, or a chain
-        strata += f" (or --smoe-chain {len(visible)} --smoe-strata {visible[0]})"
-    return "", strata

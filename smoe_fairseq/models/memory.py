@@ -10,7 +10,6 @@ Shapes: T tokens, S positions of a sentence, D embedding, F feed-forward, V voca
 import math
 import os
 from argparse import Namespace
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -21,11 +20,9 @@ from torch import Tensor, nn
 
 from smoe_fairseq.compat.replacing import replaces
 from smoe_fairseq.errors import UsageError
-from smoe_fairseq.flags import flag_of
 from smoe_fairseq.host_memory import machine_memory
 from smoe_fairseq.models.attention import Attention
 from smoe_fairseq.models.layers import TransformerLayer
-from smoe_fairseq.models.options import DecoderOptions
 from smoe_fairseq.modules import StratifiedMoE
 from smoe_fairseq.modules.activation import Hidden
 from smoe_fairseq.modules.branches import FeedForward
@@ -77,54 +74,42 @@ def positions_by_shape(original, rows, width, *padding):
     return original(rows, width, *padding)
 
 
-def check_size(config: DecoderOptions, build: Callable[[], nn.Module]) -> None:
-    """Raise ValueError with one sentence that names the flags of the largest part if memory is too small.
+def check_size(build: Callable[[], nn.Module]) -> None:
+    """As `check_fits`, for a model that ``build`` will build on each rank."""
+    if not torch.empty(0).is_meta:  # else it is built only for its shapes
+        with shapes_only():
+            model = build()
+        check_fits(model, ranks_here())
 
-    Args:
-        build: builds the model of the config.
+
+def check_fits(model: nn.Module, ranks: int = 1) -> None:
+    """Raise UsageError if a model on the meta device would not fit into this machine's memory.
+
+    The sentence names the largest part. Each of ``ranks`` ranks has a model.
     """
-    memory = machine_memory()
-    if memory is None or torch.empty(0).is_meta:  # built only for its shapes
+    memory, sizes = machine_memory(), _sizes(model)
+    total = sum(sizes.values())
+    if memory is None or ranks * total <= memory:
         return
-    with shapes_only():
-        sizes = _sizes(config, build())
-    ranks, total = ranks_here(), sizes.total()
-    if ranks * total <= memory:
-        return
-    ((largest, size),) = sizes.most_common(1)
+    largest = max(sizes, key=sizes.get)
     times = f" in each of {ranks} ranks" if ranks > 1 else ""
-    raise ValueError(
-        f"{largest}: the model would take {_readable(total)}{times}, of which this part takes "
-        f"{_readable(size)}; expected one that fits into the {_readable(memory)} of memory here"
+    raise UsageError(
+        f"the model would take {_readable(total)}{times}, of which {largest} takes "
+        f"{_readable(sizes[largest])}; expected one that fits into the {_readable(memory)} of memory here "
+        "(--smoe-strata, --moe-freq, --moe-expert-ffn-dim, --encoder-embed-dim, --encoder-ffn-embed-dim, "
+        "--encoder-layers, --max-source-positions and those of the decoder; a smaller dictionary)"
     )
 
 
-def _sizes(config: DecoderOptions, model: nn.Module) -> Counter:
-    """Bytes of the model's tensors, learned or computed, by the flags that set their sizes."""
+def _sizes(model: nn.Module) -> dict[str, int]:
+    """Bytes of the model's tensors, learned or computed, by name; each tensor once."""
     tensors = {
-        id(tensor): (f".{module_name}.", tensor)
+        id(tensor): (f"{module_name}.{name}", tensor.nbytes)
         for module_name, module in model.named_modules()
-        for tensor in {**module._parameters, **module._buffers, **vars(module)}.values()
+        for name, tensor in {**module._parameters, **module._buffers, **vars(module)}.items()
         if isinstance(tensor, Tensor)
     }
-    sizes = Counter()
-    for name, tensor in tensors.values():
-        side = "encoder" if ".encoder." in name else "decoder"
-        width, ffn, layers = (
-            f"--{side}-{size} {getattr(config, f'{side}_{size}'.replace('-', '_'))}"
-            for size in ("embed-dim", "ffn-embed-dim", "layers")
-        )
-        flags = f"{width} {ffn} {layers}"
-        if "embed_tokens" in name or "output_projection" in name:
-            flags = f"{width} and a dictionary of {len(tensor)}"
-        elif "embed_positions" in name:
-            option = config.positions_option_of(side)
-            flags = f"{flag_of(option)} {getattr(config, option)} with {width}"
-        elif ".moe." in name:
-            option = config.strata_option_of(side)
-            flags = f"{flag_of(option)} {getattr(config, option):.40} with {flags}"
-        sizes[flags] += tensor.nbytes
-    return sizes
+    return dict(tensors.values())
 
 
 def ranks_here() -> int:

@@ -132,7 +132,7 @@ class SparseModel:
             config = cls.config_class.of(cfg)
             check_config(config, task)
             cls.check(config, task)
-            check_size(config, partial(cls.of_config, config, task))
+            check_size(partial(cls.of_config, config, task))
         except ValueError as error:
             raise UsageError(str(error)) from None
         model = cls.of_config(config, task)
