@@ -15,7 +15,7 @@ A form is one of:
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from numbers import Real
 from pathlib import Path
@@ -84,10 +84,8 @@ def fault(value: Any, form: Form, name: str = "") -> str | None:
         return fault(value, alike[0], name) if alike else _mismatch(value, form, name)
     if isinstance(form, Settings) and isinstance(value, Mapping):
         if unknown := [key for key in value if key not in form]:
-            expected = " or ".join(form)
-            near = nearest(str(unknown[0]), form, 0.6)
-            meant = f"did you mean {near}? " * bool(near)
-            return f"{f'{name}.{unknown[0]}'.strip('.')} is unknown; {meant}expected {expected}"
+            called = f"{name}.{unknown[0]}".strip(".")
+            return f"{called} is unknown; {choice(str(unknown[0]), form)}"
         value = {key: each for key, each in value.items() if each is not None}
         form = {f"{key}?": each for key, each in form.items()}
     if isinstance(form, dict) and isinstance(value, Mapping):
@@ -110,6 +108,12 @@ def fault(value: Any, form: Form, name: str = "") -> str | None:
             faults = (fault(*pair, f"{name}[{i}]") for i, pair in enumerate(zip(value, forms)))
             return next(filter(None, faults), None)
     return None if _matches(value, form) else _mismatch(value, form, name)
+
+
+def choice(name: str, known: Iterable[str]) -> str:
+    """What to write in place of an unknown name, for an error message."""
+    near = nearest(name, known, 0.6)
+    return f"did you mean {near}? " * bool(near) + f"choose one of {', '.join(known)}"
 
 
 def _matches(value: Any, form: Form) -> bool:

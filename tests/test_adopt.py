@@ -217,9 +217,7 @@ def test_a_part_that_is_wrong_is_named(tmp_path, given, published, case):
     assert told in refused(tmp_path, given, tmp_path / "m15")
 
 
-def test_links_and_names_that_lead_outside_are_refused(tmp_path, given, published):
-    (tmp_path / "out.zip").write_bytes(zipped(published, **{f"../{MODEL}": b"evil"}))
-    assert "outside of it" in refused(tmp_path, given, tmp_path / "out.zip")
+def test_links_and_pages_are_refused(tmp_path, given, published):
     content = io.BytesIO(zipped(published))
     with zipfile.ZipFile(content, "a") as archive:
         info = zipfile.ZipInfo(f"again/{TEXT}/train.eng-nso.nso.bin")

@@ -22,7 +22,7 @@ from smoe_fairseq.cli import main
 from smoe_fairseq.compat.checkpoint_names import rank_file
 from smoe_fairseq.errors import UsageError, naming_file, one_line
 from smoe_fairseq.recipes.config_files import read
-from smoe_fairseq.recipes.data.download import extract
+from smoe_fairseq.recipes.data.archives import extract
 
 
 @pytest.mark.parametrize(

@@ -38,7 +38,7 @@ class Archives(Files):
 def server():
     with ThreadingHTTPServer(("127.0.0.1", 0), Archives) as server:
         server.files, server.starts, server.bytes_per_reply = {}, [], 10**9
-        server.version, server.measured = '"1"', True
+        server.version = '"1"'
         threading.Thread(target=server.serve_forever, daemon=True).start()
         yield server
         server.shutdown()

@@ -1,6 +1,5 @@
 """The YAML files in ``configs/``: where they are, their form, and reading them."""
 
-import math
 import re
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -10,13 +9,10 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from smoe_fairseq.errors import UsageError, nearest
+from smoe_fairseq.errors import UsageError
 from smoe_fairseq.files import read_text
-from smoe_fairseq.forms import Number, Settings, check
+from smoe_fairseq.forms import Number, Settings, check, choice
 from smoe_fairseq.plugins import import_plugin
-
-MAX_VALUES = 100_000  # of a YAML file, whose nested aliases can expand to gigabytes
-
 
 _FAMILY = re.compile(r"(?P<family>.+?)-(?P<strata>((0|[1-9]\d*)-)*[1-9]\d*)")
 
@@ -36,12 +32,6 @@ def method_file(name: str, configs: Path) -> tuple[Path, str]:
         return files[match["family"]], match["strata"]
     known = [f"{stem}-A-B-..." if is_family(stem) else stem for stem in files]
     raise UsageError(f"unknown method {name!r}: {choice(name, known)}")
-
-
-def choice(name: str, known: list[str]) -> str:
-    """What to write in place of an unknown name, for an error message."""
-    near = nearest(name, known, 0.6)
-    return f"did you mean {near}? " * bool(near) + f"choose one of {', '.join(known)}"
 
 
 def import_plugins_of(content: Mapping, configs: Path) -> None:
@@ -165,12 +155,8 @@ def read(path: Path, keys: Collection[str]) -> dict[str, Any]:
     """
     text = read_text(path)
     try:
-        node = yaml.compose(text)
-        if not isinstance(node, yaml.MappingNode | None):
+        if not isinstance(yaml.compose(text), yaml.MappingNode | None):
             raise UsageError(f"{path}: expected keys and values such as `pairs: [eng-nso]`")
-        if (values := _count_values(node, {})) > MAX_VALUES:
-            count = f"{values:,} values, with what its aliases repeat"
-            raise UsageError(f"{path} has {count}: expected at most {MAX_VALUES:,}")
         for token in yaml.scan(text):
             if not isinstance(token, yaml.ScalarToken):
                 continue
@@ -182,20 +168,7 @@ def read(path: Path, keys: Collection[str]) -> dict[str, Any]:
             if token.value == "???" or "\0" in token.value:
                 raise UsageError(f"{line}: {token.value!r}: expected another value")
         content = OmegaConf.to_container(OmegaConf.create(text))
-    except (yaml.YAMLError, OmegaConfBaseException) as error:
+    except (yaml.YAMLError, OmegaConfBaseException, RecursionError) as error:
         raise UsageError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from None
     check(content, Settings({key: SCHEMA[key] for key in keys}), path)
     return {key: value for key, value in content.items() if value is not None}
-
-
-def _count_values(node: yaml.Node | None, known: dict[int, float]) -> float:
-    """The number of values in a part of a YAML file, with aliases expanded."""
-    if not isinstance(node, yaml.CollectionNode):
-        return 1
-    if id(node) not in known:
-        known[id(node)] = math.inf  # if it contains itself
-        parts = node.value
-        if isinstance(node, yaml.MappingNode):
-            parts = [part for pair in node.value for part in pair]
-        known[id(node)] = 1 + sum(_count_values(part, known) for part in parts)
-    return known[id(node)]

@@ -11,11 +11,10 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from smoe_fairseq.errors import UsageError
-from smoe_fairseq.forms import check
+from smoe_fairseq.forms import check, choice
 from smoe_fairseq.recipes.config_files import (
     REQUIRED,
     SCHEMA,
-    choice,
     import_plugins_of,
     method_file,
     read,

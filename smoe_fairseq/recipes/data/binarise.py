@@ -24,7 +24,7 @@ from smoe_fairseq.files import (
     whole_folder,
     write_whole,
 )
-from smoe_fairseq.recipes.data.download import extract
+from smoe_fairseq.recipes.data.archives import extract
 from smoe_fairseq.recipes.data.raw import (
     SPLITS,
     Section,

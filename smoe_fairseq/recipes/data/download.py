@@ -1,31 +1,22 @@
-"""Download a data set's files, resume and check downloads, and read archives."""
+"""Download a data set's files, resume and check downloads, and unpack their archives."""
 
 import hashlib
 import http.client
-import os
 import re
-import shutil
-import stat
-import struct
 import sys
-import tarfile
 import urllib.error
 import urllib.request
-import zipfile
-import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
-from lzma import LZMAError
-from pathlib import Path, PurePosixPath
-from typing import IO
+from pathlib import Path
 from urllib.parse import urlsplit
 
 from smoe_fairseq.errors import UsageError
 from smoe_fairseq.files import check_plain, open_plain, put_in_place, whole_folder, write_whole
+from smoe_fairseq.recipes.data.archives import extract
+from smoe_fairseq.recipes.data.compression import MAGIC
 from smoe_fairseq.recipes.data.finding import all_publisher_names
-from smoe_fairseq.recipes.data.readers import COMPRESSED, MAGIC, compression_of
 from smoe_fairseq.recipes.datasets import Dataset
 
 ATTEMPTS = 3
@@ -122,16 +113,14 @@ def download(remote: Remote, target: Path) -> None:
         part.parent.mkdir(parents=True, exist_ok=True)
     for attempt in range(1, ATTEMPTS + 1):
         try:
-            measured = _append_rest(remote, part)
+            _append_rest(remote, part)
             break
         except (OSError, http.client.HTTPException) as error:
             refused = isinstance(error, urllib.error.HTTPError) and error.code < 500
             if refused or attempt == ATTEMPTS:
                 raise OSError(str(error)) from error
         print(f"{target.name}: interrupted, resuming", file=sys.stderr, flush=True)
-    if fault := _fault(remote, part) or (
-        None if measured or remote.size or remote.sha256 else _cut_off(part)
-    ):
+    if fault := _fault(remote, part):
         part.unlink()
     else:
         with _writing(part):
@@ -145,11 +134,8 @@ def _version_file(part: Path) -> Path:
     return part.with_name(f"{part.name}.version")
 
 
-def _append_rest(remote: Remote, part: Path) -> bool:
-    """Download the rest of ``part``; returns whether the server has told its length.
-
-    Raises ConnectionError if the connection breaks.
-    """
+def _append_rest(remote: Remote, part: Path) -> None:
+    """Download the rest of ``part``; raises ConnectionError if the connection breaks."""
     url, version = remote.url, _version_file(part)
     have = part.stat().st_size if part.exists() else 0
     known = version.read_text("utf-8") if version.is_file() else ""
@@ -163,9 +149,10 @@ def _append_rest(remote: Remote, part: Path) -> bool:
         if error.code != http.client.REQUESTED_RANGE_NOT_SATISFIABLE:
             raise
         if error.headers.get("Content-Range") == f"bytes */{have}":
-            return True  # complete: an earlier attempt ended just before renaming it
+            return  # complete: an earlier attempt ended just before renaming it
         part.unlink()  # longer than the server's file, so perhaps another file
-        return _append_rest(remote, part)
+        _append_rest(remote, part)
+        return
     with response:
         resumed = response.status == http.client.PARTIAL_CONTENT
         have = have if resumed else 0
@@ -185,7 +172,6 @@ def _append_rest(remote: Remote, part: Path) -> bool:
     if length is not None and size < have + int(length):
         raise ConnectionError(f"cut off after {size} of {have + int(length)} bytes")
     print(f"{url}: {size:,} bytes", flush=True)
-    return length is not None
 
 
 def _version(headers: Mapping[str, str]) -> str:
@@ -224,22 +210,6 @@ def _fault(remote: Remote, path: Path) -> str | None:
     return None
 
 
-def _cut_off(path: Path) -> str | None:
-    """What shows that a compressed file or archive lacks its end; None if nothing does."""
-    try:
-        with _naming_archive(path):
-            with open(path, "rb") as file:
-                kind = compression_of(file.read(_BLOCK))
-            with COMPRESSED[kind](path) as content:
-                while content.read(_BLOCK):
-                    pass
-            if path.name.endswith(".zip.part"):
-                zipfile.ZipFile(path).close()
-    except UsageError:
-        return "no end as expected: it is cut off, or damaged"
-    return None
-
-
 def fetch_tokenizer(name: str) -> None:
     """Download the model of a sacreBLEU tokenizer (``flores200``) to sacreBLEU's folder.
 
@@ -271,103 +241,3 @@ def _tokenizer(name: str) -> tuple[str, Path]:
 
     url = SPM_MODELS[name]["url"]
     return url, Path(SACREBLEU_DIR) / "models" / Path(url).name
-
-
-# Zip and tar archives with any compression.
-
-MAX_READ_BYTES = 1 << 30  # of a member that is read into memory; LibreOffice's have 2 MB
-_DAMAGE = (
-    *(tarfile.TarError, zipfile.BadZipFile, zlib.error, LZMAError, EOFError, OSError, RuntimeError),
-    *(struct.error, ValueError),  # from invalid headers
-)
-
-
-def read_members(
-    archive: Path, wanted: Callable[[PurePosixPath], bool]
-) -> Iterator[tuple[PurePosixPath, bytes]]:
-    """Yield name and content of the wanted regular files, in the archive's order."""
-    with _naming_archive(archive):
-        for name, regular, size, opened in _members(archive):
-            path = PurePosixPath(name)
-            if regular and wanted(path):
-                if size > MAX_READ_BYTES:
-                    large = f"{archive} holds {name!r} of {size:,} bytes"
-                    raise UsageError(f"{large}: expected at most {MAX_READ_BYTES:,}")
-                with opened() as content:
-                    yield path, content.read()
-
-
-def extract(archive: Path, wanted: Mapping[str, Path]) -> int:
-    """Write the wanted members; returns their number.
-
-    Args:
-        wanted: the file to write for each name. A member matches a name that is the end of its path.
-
-    Raises:
-        UsageError: the archive is missing, damaged, has a password, or has a member with an absolute path or
-            ".."; or a wanted member is not a plain file, exceeds the free space, or occurs twice.
-    """
-    members = {}
-    with _naming_archive(archive, os.path.commonpath(wanted.values()) if wanted else None):
-        for name, regular, size, opened in _members(archive):
-            path = PurePosixPath(name.replace("\\", "/"))
-            if path.is_absolute() or ".." in path.parts:
-                raise UsageError(f"{archive} holds {name!r}, outside of it: do not trust it")
-            endings = ("/".join(path.parts[i:]) for i in range(len(path.parts)))
-            output = next((wanted[ending] for ending in endings if ending in wanted), None)
-            if output is None:
-                continue
-            if not regular:
-                raise UsageError(f"{archive} holds {name!r}, which is not a plain file")
-            if output in members:
-                raise UsageError(f"{archive} holds {members[output]!r} and {name!r} for one file")
-            members[output] = name
-            output.parent.mkdir(parents=True, exist_ok=True)
-            if size > shutil.disk_usage(output.parent).free:
-                large = f"{archive} holds {name!r} of {size:,} bytes"
-                raise UsageError(f"{large}, for which {output.parent} has no room")
-            with opened() as content, open(output, "wb") as copy:
-                shutil.copyfileobj(content, copy)
-    return len(members)
-
-
-@contextmanager
-def _naming_archive(archive: Path, folder: str | None = None) -> Iterator[None]:
-    """Turn errors into a UsageError that names the archive, and the ``folder`` to extract to."""
-    try:
-        yield
-    except _DAMAGE as error:
-        if isinstance(error, OSError) and error.errno is not None:  # bz2's for damage has no errno
-            what = f"unpacked to {folder}" if folder else "read"
-            raise UsageError(f"{archive} cannot be {what}: {error.strerror}") from None
-        reason = " ".join(str(error).split())
-        expected = "expected a zip or tar without a password, by deflate, gzip, bzip2 or xz"
-        advice = f"{expected}; if it is one, delete it and get it again"
-        raise UsageError(f"{archive} cannot be unpacked ({reason}): {advice}") from None
-
-
-def _members(archive: Path) -> Iterator[tuple[str, bool, int, Callable[[], IO[bytes]]]]:
-    """Yield all members except folders, in the archive's order; each has to be read before the next.
-
-    A member is its name, whether it is a regular file, its size, and a function that opens it.
-    """
-    check_plain(archive)
-    if zipfile.is_zipfile(archive):
-        with zipfile.ZipFile(archive) as content:
-            for info in content.infolist():
-                kind = stat.S_IFMT(info.external_attr >> 16)  # 0 if not packed on Unix
-                if not info.is_dir():
-                    regular = kind in (0, stat.S_IFREG)
-                    yield info.filename, regular, info.file_size, partial(content.open, info)
-    else:
-        with open(archive, "rb") as file:
-            kind = compression_of(file.read(_BLOCK))
-        with (
-            COMPRESSED[kind](archive) as stream,
-            tarfile.open(fileobj=stream, mode="r|") as content,
-        ):
-            for info in content:
-                if not info.isdir():
-                    yield info.name, info.isreg(), info.size, partial(content.extractfile, info)
-            while stream.read(_BLOCK):  # to the end, for the compression's checksum
-                pass

@@ -5,24 +5,22 @@ import hashlib
 import os
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
-from itertools import chain, islice
+from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from smoe_fairseq.errors import UsageError
 from smoe_fairseq.languages import assign, meant
-from smoe_fairseq.recipes.data import readers
+from smoe_fairseq.recipes.data import elsewhere, readers
+from smoe_fairseq.recipes.data.compression import COMPRESSED
 from smoe_fairseq.recipes.data.normalization import plain, unquoted
-from smoe_fairseq.recipes.data.readers import COMPRESSED, READERS, Pair
+from smoe_fairseq.recipes.data.readers import READERS, Pair
 from smoe_fairseq.recipes.datasets import Dataset, both_orders
 
 SPLITS = ("train", "valid", "test")
 SHARED = "{split}.{pair}.{language}"
-_ALSO = {"valid": ("dev", "val", "validation", "devel"), "train": ("training",), "test": ("tst",)}
 _CALLED = {"train": "training", "valid": "validation", "test": "test"}
-_SIDES = (("src", "tgt"), ("source", "target"))  # endings that do not tell the language
-_ARCHIVES = (".zip", ".tar", ".tgz", ".tar.gz", ".tar.xz", ".tar.bz2", ".7z", ".rar")
 ByLanguage = dict[str, Path | None]
 
 
@@ -90,11 +88,11 @@ def find(dataset: Dataset, source: Path, split: str, pair: str) -> Section | Non
     named = readers.Languages(languages, codes)
     make = functools.partial(Section, codes=codes, unquote=dataset.clean.get("quotes") == "strip")
     if split == "test" and (name := dataset.source.get("sacrebleu")):
-        return Section(readers.sacrebleu_files(name, named))
+        return Section(elsewhere.sacrebleu_files(name, named))
     if dataset.source.get("datasets"):
         names = {each: dataset.source.get("splits", {}).get(each, each) for each in SPLITS}
         _check_other("source.splits", names, split, dataset)
-        load = functools.partial(readers.read_datasets, dataset.source, split, named)
+        load = functools.partial(elsewhere.read_datasets, dataset.source, split, named)
         return make(dict.fromkeys(languages), elsewhere=load)
     names = {each: publisher_names(dataset, each, pair, languages[0]) for each in SPLITS}
     if not (undivided := len({*names.values()}) == 1):
@@ -311,89 +309,18 @@ def _count(
 
 
 def missing(dataset: Dataset, source: Path, split: str, pair: str) -> str:
-    """That a folder lacks the text of a pair for a split, and what can be done with the files that it has."""
+    """That a folder lacks the text of a pair for a split, what it has, and which settings name others."""
     first, second = languages = pair.split("-")
-    place = _Place(source, languages, dataset.raw.get("codes", {}), dataset.languages)
-    if "files" not in dataset.raw:
-        source = place.folder() or source
-    expected = f"{split}.{pair}.tsv, or {split}.{first} and {split}.{second}"
     if "files" in dataset.raw:
-        names = (publisher_names(dataset, split, pair, each)[0] for each in (first, second))
+        names = (publisher_names(dataset, split, pair, each)[0] for each in languages)
         expected = f"{' and '.join(dict.fromkeys(names))} by `raw.files`"
-    lacks = f"{source} has no {_CALLED[split]} set of {pair}: expected {expected}"
-    return f"{lacks}; {_remedy(dataset, source, split, pair)}"
-
-
-def _remedy(dataset: Dataset, source: Path, split: str, pair: str) -> str:
-    languages, codes = pair.split("-"), dataset.raw.get("codes", {})
+    else:
+        place = _Place(source, languages, dataset.raw.get("codes", {}), dataset.languages)
+        source = place.folder() or source
+        expected = f"{split}.{pair}.tsv, or {split}.{first} and {split}.{second}"
     there = sorted(path.name for path in source.glob("[!.]*"))
-    place = _Place(source, languages, codes, dataset.languages)
-    orders = place.pairs("", by_meaning=False)
-    if folder := place.folder():
-        inside = ", ".join(sorted(path.name for path in folder.glob("[!.]*"))[:5])
-        return f"{folder} has {inside}; leave `raw.files` out, and all such folders are read"
-    ends = [(f"{begin}.", "") for begin in (*(f"{split}.{order}" for order in orders), split)]
-    for before, after in [*ends, (f"{split}.", ".txt"), *((f"{order}.", "") for order in orders)]:
-        files = place.by_language(before, after, by_meaning=True)
-        if len({*files.values()}) > 1 and None in files.values():
-            has = next(file.name for file in files.values() if file)
-            lacks = next(language for language, file in files.items() if file is None)
-            return f"{has} is there, but {source / f'{before}{lacks}{after}'} is missing"
-    texts = place.by_language("", ".txt", dataset.languages, by_meaning=True)
-    if None in texts.values() and len({*texts.values()}) > 1:
-        lacks = next(language for language, file in texts.items() if file is None)
-        return f"it has a text per language, but {source / f'{lacks}.txt'} is missing"
-    named = _other_splits(dataset, source, pair)
-    if split in named:
-        uses = [f"{files} is the {_CALLED[each]} set" for each, (_, files) in named.items()]
-        setting = ", ".join(f"{each}: {stem}" for each, (stem, _) in named.items())
-        return f"if {' and '.join(uses)}, set `raw: {{splits: {{{setting}}}}}`"
-    for sides in _SIDES:
-        if named := [name for name in there if {*name.split(".")} & {*sides}]:
-            of = ", ".join(f"{lang}: {side}" for lang, side in zip(languages, sides, strict=True))
-            setting = f'`raw: {{files: "{{split}}.{{code}}", codes: {{{of}}}}}`'
-            return f"{named[0]} does not tell its language: set {setting}"
-    if archive := next((name for name in there if name.endswith(_ARCHIVES)), None):
-        return f"{archive} is an archive: unpack it, and give the folder with its files"
-    used = {*SPLITS, *dataset.raw.get("splits", {}).values(), *chain.from_iterable(_ALSO.values())}
-    if texts := [
-        name
-        for name in there
-        if readers.ending_of(Path(name)) and name.partition(".")[0] not in used
-    ]:
-        one = f"`raw: {{files: {texts[0]}}}` reads {texts[0]}"
-        if len(texts) == 1:
-            return f"{one} as all of the text, and divides it"
-        each = ", ".join(f"{s}: {name}" for s, name in zip(SPLITS, texts))
-        return f"{one} and divides it; `raw: {{files: {{{each}}}}}` gives each its use"
-    listed = ", ".join(there[:5]) + f" and {len(there) - 5:,} more" * (len(there) > 5)
-    return f"it has {listed or 'no file'}"
-
-
-def _other_splits(dataset: Dataset, source: Path, pair: str) -> dict[str, tuple[str, str]]:
-    """By split that a folder lacks: the name that another of its texts has in place of it, and the files."""
-    known = dataset.raw.get("splits", {})
-    stems = dict.fromkeys(sorted(path.name.partition(".")[0] for path in source.glob("[!.]*")))
-    meant = {name: split for split, names in _ALSO.items() for name in names}
-    is_split = any(stem in SPLITS or stem in meant for stem in stems)
-    others = [stem for stem in stems if is_split and "-" not in stem and stem not in meant]
-    found = {}
-    for split in SPLITS:
-        for stem in ("", *_ALSO[split], *(others if split != "test" else ())):
-            taken = (*SPLITS, *known.values(), *(name for name, _ in found.values()))
-            if stem in taken:
-                continue
-            splits = known | ({split: stem} if stem else {})
-            try:
-                section = find(
-                    replace(dataset, raw=dataset.raw | {"splits": splits}), source, split, pair
-                )
-            except UsageError:
-                continue
-            if section and not stem:
-                break
-            if section and not section.is_divided:
-                files = dict.fromkeys(file.name for file in section.files.values() if file)
-                found[split] = stem, " and ".join(files)
-                break
-    return found
+    listed = ", ".join(there[:9]) + f" and {len(there) - 9:,} more" * (len(there) > 9)
+    begin = f"`raw: {{splits: {{{split}: NAME}}}}` if its files begin with another NAME"
+    other = f"{begin}, `raw: {{files: PATTERN}}` if they are called otherwise (docs/recipes.md)"
+    lacks = f"{source} has no {_CALLED[split]} set of {pair}, but {listed or 'no file'}"
+    return f"{lacks}: expected {expected}; set {other}"

@@ -13,7 +13,7 @@ import polib
 
 from smoe_fairseq.errors import UsageError
 from smoe_fairseq.languages import assign
-from smoe_fairseq.recipes.data.download import read_members
+from smoe_fairseq.recipes.data.archives import read_members
 from smoe_fairseq.recipes.data.finding import SPLITS, Section, hash_position
 from smoe_fairseq.recipes.data.normalization import plain as normalized
 from smoe_fairseq.recipes.data.raw import write

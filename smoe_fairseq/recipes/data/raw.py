@@ -15,9 +15,9 @@ from smoe_fairseq.errors import UsageError
 from smoe_fairseq.files import whole_folder, write_whole
 from smoe_fairseq.forms import read_json
 from smoe_fairseq.progress import progress
+from smoe_fairseq.recipes.data.compression import COMPRESSED
 from smoe_fairseq.recipes.data.faults import Faults
 from smoe_fairseq.recipes.data.finding import SPLITS, Section, all_publisher_names, find, missing
-from smoe_fairseq.recipes.data.readers import COMPRESSED
 from smoe_fairseq.recipes.data.text_files import parallel_map
 from smoe_fairseq.recipes.datasets import Dataset, translated
 from smoe_fairseq.recipes.folders import LEFT_OUT, SIZES, Folders, final

@@ -11,134 +11,32 @@ Each may be compressed: `.gz`, `.xz`, `.bz2`, `.zst`. Every record is a pair; a 
 Names of languages match by meaning (`languages.assign`): ``en`` is also ``en-US``, ``eng`` and ``English``.
 """
 
-import bz2
-import io
 import json
-import lzma
 import re
-import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from functools import partial
 from itertools import zip_longest
 from pathlib import Path
-from typing import IO, Any
 
 from smoe_fairseq.errors import UsageError
-from smoe_fairseq.files import check_plain
 from smoe_fairseq.languages import are_languages, assign
+from smoe_fairseq.recipes.data import tmx
+from smoe_fairseq.recipes.data.compression import COMPRESSED, compression_of, opened
 from smoe_fairseq.recipes.data.normalization import unquoted
 from smoe_fairseq.recipes.processes import warn
 
 Pair = tuple[str | None, str | None]
 Names = tuple[str, ...]
 MAX_LINE_BYTES = 1 << 24  # a longer line may be a whole file without line ends
-_BLOCK = 1 << 14  # bytes that are read or decompressed at once
 # What no file of sentences begins with: WMT's .sgm, XML and HTML, such as a page in place of a download.
 _MARKUP_FILE = re.compile(
     r"\s*<(\?xml|!doctype|html|srcset|refset|tstset|mteval|tmx|xliff)\b", re.I
 )
 
 
-class _Decompressed(io.RawIOBase):
-    """The content of a compressed file, to its last byte: of all streams in it, with zeros between them.
-
-    Unlike the readers of Python and zstandard, it notices if a file is cut off or a later stream is damaged.
-    """
-
-    def __init__(self, path: Path, new: Callable[[], Any]):
-        self.file, self.content = open(path, "rb"), memoryview(b"")
-        self.blocks = self._blocks(new)
-
-    def _blocks(self, new: Callable[[], Any]) -> Iterator[bytes]:
-        data = self.file.read(_BLOCK)
-        while data:
-            stream = new()
-            # zlib and zstandard, which lack this, expand a block by far less.
-            most = (_BLOCK << 6,) if hasattr(stream, "needs_input") else ()
-            while not stream.eof:
-                if not data and (not most or stream.needs_input):
-                    data = self.file.read(_BLOCK)
-                    if not data:
-                        raise EOFError("it is cut off")
-                yield stream.decompress(data, *most)
-                data = b""
-            data = stream.unused_data.lstrip(b"\0")
-            while not data and (data := self.file.read(_BLOCK)):
-                data = data.lstrip(b"\0")
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer) -> int:
-        try:
-            while not self.content:
-                self.content = memoryview(next(self.blocks))
-        except StopIteration:
-            return 0
-        except (OSError, EOFError):
-            raise
-        except Exception as error:  # zlib's, lzma's or zstandard's own
-            raise OSError(str(error)) from None  # without errno, as bz2's
-        part, self.content = self.content[: len(buffer)], self.content[len(buffer) :]
-        buffer[: len(part)] = part
-        return len(part)
-
-    def close(self) -> None:
-        self.file.close()
-        super().close()
-
-
-def _decompressed(new: Callable[[], Any], path: Path) -> IO[bytes]:
-    return io.BufferedReader(_Decompressed(path, new), _BLOCK)
-
-
-def _zstandard(path: Path) -> IO[bytes]:
-    try:
-        import zstandard
-    except ImportError:
-        advice = "install zstandard to read it, as `pip install zstandard` does, or decompress it"
-        raise UsageError(f"{path}: {advice}") from None
-    return _decompressed(zstandard.ZstdDecompressor().decompressobj, path)
-
-
-COMPRESSED: dict[str, Callable[[Path], IO[bytes]]] = {
-    "": lambda path: open(path, "rb"),
-    ".gz": partial(_decompressed, partial(zlib.decompressobj, 31)),  # 31: with gzip's header
-    ".xz": partial(_decompressed, lzma.LZMADecompressor),
-    ".bz2": partial(_decompressed, bz2.BZ2Decompressor),
-    ".zst": _zstandard,
-}
-MAGIC = {".gz": b"\x1f\x8b", ".xz": b"\xfd7zXZ", ".bz2": b"BZh", ".zst": b"\x28\xb5\x2f\xfd"}
-
-
-def compression_of(beginning: bytes) -> str:
-    """The key of `COMPRESSED` for a file that begins with these bytes."""
-    return next((kind for kind, magic in MAGIC.items() if beginning.startswith(magic)), "")
-
-
 def ending_of(path: Path) -> str:
     """The ending in `READERS`, before that of a compression; "" if there is none."""
     suffixes = [suffix for suffix in path.suffixes if suffix not in COMPRESSED]
     return suffixes[-1] if suffixes and suffixes[-1] in READERS else ""
-
-
-@contextmanager
-def opened(path: Path) -> Iterator[IO[bytes]]:
-    """A file's bytes, decompressed; raises UsageError, also on reading, if it is no plain file or damaged."""
-    check_plain(path)
-    with open(path, "rb") as file:
-        beginning = file.read(6)
-    if path.suffix in MAGIC and beginning and compression_of(beginning) != path.suffix:
-        ending = compression_of(beginning) or "none of a compression"
-        raise UsageError(f"{path} is not compressed as its name says: expected the ending {ending}")
-    try:
-        with COMPRESSED.get(path.suffix, COMPRESSED[""])(path) as content:
-            yield content
-    except (OSError, EOFError) as error:
-        if reason := getattr(error, "strerror", None):  # the system's
-            raise UsageError(f"{path} cannot be read: {reason}") from None
-        raise UsageError(f"{path} is damaged ({error}): delete it and get it again") from None
 
 
 def lines(path: Path) -> Iterator[str]:
@@ -226,10 +124,10 @@ def pairs(
         expected = f"expected one of {', '.join(READERS)}"
         raise UsageError(f"{first} is named for both {languages}: {expected}")
     languages.keep_quotes = keep_quotes
-    yield from _some_complete(reader(first, languages), str(first), languages)
+    yield from some_complete(reader(first, languages), str(first), languages)
 
 
-def _some_complete(pairs: Iterator[Pair], source: str, languages: Languages) -> Iterator[Pair]:
+def some_complete(pairs: Iterator[Pair], source: str, languages: Languages) -> Iterator[Pair]:
     """The pairs; raises UsageError at the end if none has both sides."""
     complete = False
     for pair in pairs:
@@ -351,70 +249,10 @@ def record_pair(record: object, languages: Languages, place: str) -> Pair:
     return texts.get(first), texts.get(second)
 
 
-_MARKUP = {"bpt", "ept", "it", "ph", "ut"}  # elements whose content is markup of another format
-
-
 def _translation_memory(path: Path, languages: Languages) -> Iterator[Pair]:
-    from lxml import etree
-
-    with opened(path) as content:
-        safe = {"resolve_entities": False, "no_network": True, "load_dtd": False}
-        try:
-            for _, unit in etree.iterparse(_WithoutControls(content), tag="{*}tu", **safe):
-                segments = {}
-                for variant in unit.iterfind("{*}tuv"):
-                    code = variant.get("{http://www.w3.org/XML/1998/namespace}lang")
-                    segment = variant.find("{*}seg")
-                    if segment is None and (variant.text or "").strip():
-                        expected = "expected it in a <seg>"
-                        raise UsageError(
-                            f"{path}, line {variant.sourceline}: text in a <tuv>: {expected}"
-                        )
-                    if segment is not None:
-                        segments.setdefault(code or variant.get("lang") or "", segment)
-                found = [segments.get(name) for name in languages.among(segments)]
-                for segment in found:
-                    for entity in () if segment is None else segment.iter(etree.Entity):
-                        expected = "expected its text in its place"
-                        raise UsageError(f"{path}: the entity {entity.text}: {expected}")
-                yield tuple(None if segment is None else _text(segment) for segment in found)
-                unit.clear()
-                while unit.getprevious() is not None:  # else all units stay in memory
-                    del unit.getparent()[0]
-        except etree.XMLSyntaxError as error:
-            first = next(iter(error.error_log), None)  # its own message may be of what follows
-            line, reason = (first.line, first.message) if first else (error.lineno, error.msg)
-            raise UsageError(f"{path}, line {line}: this is no TMX file: {reason}") from None
-
-
-class _WithoutControls:
-    """A file of XML without the control characters that XML forbids, and without references to them."""
-
-    FORBIDDEN = re.compile(
-        rb"[\0-\x08\x0b\x0c\x0e-\x1f]|&#(?:x0*(?:[0-8bcef]|1[0-9a-f])|0*(?:[0-8]|1[124-9]|2\d|3[01]));",
-        re.I,
-    )
-
-    def __init__(self, content: IO[bytes]):
-        self.content, self.wide = content, None
-
-    def read(self, size: int) -> bytes:
-        data = self.content.read(size)
-        while b"&" in data[-12:] and (more := self.content.read(12)):  # a whole reference
-            data += more
-        if self.wide is None:
-            self.wide = b"\0" in data[:4]  # UTF-16
-        return data if self.wide else self.FORBIDDEN.sub(b"", data)
-
-
-def _text(element) -> str:
-    """The text of an element, without markup."""
-    parts = [element.text or ""]
-    for child in element:
-        if isinstance(child.tag, str) and child.tag.rpartition("}")[2] not in _MARKUP:
-            parts.append(_text(child))
-        parts.append(child.tail or "")
-    return "".join(parts)
+    for segments in tmx.units(path):
+        found = [segments.get(name) for name in languages.among(segments)]
+        yield tuple(None if each is None else tmx.text_of(each, path) for each in found)
 
 
 READERS: dict[str, Callable[[Path, Pair], Iterator[Pair]]] = {
@@ -423,60 +261,3 @@ READERS: dict[str, Callable[[Path, Pair], Iterator[Pair]]] = {
     ".json": _json_lines,
     ".tmx": _translation_memory,
 }
-
-
-# Text from elsewhere: a Hugging Face data set, a test set of sacreBLEU.
-
-
-def read_datasets(source: Mapping, split: str, languages: Languages) -> Iterator[Pair]:
-    """The pairs in a split of a Hugging Face data set, or of a folder written by ``save_to_disk``.
-
-    Args:
-        source: ``datasets``, a name or a folder; ``config``; and ``splits``, its names of the splits.
-    """
-    try:
-        import datasets
-    except ImportError:
-        install = "pip install 'smoe-fairseq[datasets]'"
-        raise UsageError(f"`source.datasets` needs the package datasets: {install}") from None
-    name, config = str(source["datasets"]), source.get("config")
-    split = source.get("splits", {}).get(split, {"valid": "validation"}.get(split, split))
-    place = f"{name}{f' ({config})' * (config is not None)}, split {split}"
-    try:
-        if Path(name).is_dir() and not any(Path(name).glob("*.parquet")):
-            records = datasets.load_from_disk(name)[split]
-        else:
-            records = datasets.load_dataset(name, config, split=split)
-    except KeyError:
-        raise UsageError(f"{place}: there is no such split; name it in `source.splits`") from None
-    except Exception as error:  # of the hub, the network, the file system or pyarrow
-        reason = " ".join(str(error).split())[:300]
-        raise UsageError(f"{place} cannot be loaded ({type(error).__name__}: {reason})") from None
-    pairs = (
-        record_pair(record, languages, f"{place}, record {number}")
-        for number, record in enumerate(records, 1)
-    )
-    yield from _some_complete(pairs, place, languages)
-
-
-def sacrebleu_files(name: str, languages: Languages) -> dict[str, Path]:
-    """The files of a sacreBLEU test set by language; sacreBLEU downloads them once."""
-    from sacrebleu import utils
-
-    if name not in utils.get_available_testsets():
-        raise UsageError(f"`source.sacrebleu` {name}: `sacrebleu --list` has all test sets")
-    known = utils.get_langpairs_for_testset(name)
-    orders = [tuple(pair.split("-")) for pair in known]
-    for order in sorted(orders, key=lambda order: languages.found(order) != order):
-        if None in (found := languages.found(order)):
-            continue
-        pair = "-".join(order)
-        try:
-            files = utils.get_source_file(name, pair), utils.get_reference_files(name, pair)[0]
-        except (Exception, SystemExit) as error:
-            failed = f"sacreBLEU's {name} of {pair} cannot be loaded"
-            raise UsageError(f"{failed}: {' '.join(str(error).split())}") from None
-        by_name = dict(zip(order, map(Path, files), strict=True))
-        return {own: by_name[name] for own, name in zip(languages.own, found, strict=True)}
-    pair = "-".join(languages.own)
-    raise UsageError(f"sacreBLEU's {name} has no {pair}; it has {', '.join(known)}")

@@ -21,6 +21,7 @@ from smoe_fairseq.flags import positive
 from smoe_fairseq.host_memory import machine_memory
 from smoe_fairseq.recipes.commands import add_subword_options
 from smoe_fairseq.recipes.data import readers
+from smoe_fairseq.recipes.data.compression import COMPRESSED
 from smoe_fairseq.recipes.data.normalization import nfc_rules
 from smoe_fairseq.recipes.data.text_files import Chunk, count_lines, map_chunks
 from smoe_fairseq.recipes.folders import final, print_written, shard_names
@@ -70,7 +71,7 @@ def run_subwords(args: Namespace) -> None:
             refuse_existing(args.output / name, f"--output: {args.output / name}")
         learn_from(args.text, args.output, **options)
         return
-    names = [f.stem if f.suffix in readers.COMPRESSED else f.name for f in args.text]
+    names = [f.stem if f.suffix in COMPRESSED else f.name for f in args.text]
     if twice := sorted(name for name in names if names.count(name) > 1):
         raise UsageError(f"two files are called {twice[0]}: encode them to folders of their own")
     model = read_subwords(args.model)
@@ -82,7 +83,7 @@ def run_subwords(args: Namespace) -> None:
 
 def _plain(file: Path, folder: Path) -> Path:
     """The file, or a decompressed copy in ``folder`` if it is compressed."""
-    if file.suffix not in readers.COMPRESSED:
+    if file.suffix not in COMPRESSED:
         return file
     copy = folder / file.stem
     with open(copy, "w", encoding="utf-8") as output:
