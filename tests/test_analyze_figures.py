@@ -208,6 +208,7 @@ def test_the_page_escapes_what_it_is_given(results):
         "After 4,000 updates, over 7 sentence pairs in 2 directions of valid, a token stops on average "
         "at 1.14 strata of a block in the decoder."
     )
+    page = " ".join(page.split())
     assert page.index(summary) < page.index("<table>") < page.index('id="load"')
     assert 'src="data:image/png;base64,d2lkZQ=="' in page
     assert 'id="frequency"' not in page and "(--min-count)" in page

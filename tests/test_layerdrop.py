@@ -12,10 +12,15 @@ FLAGS = """--moe-freq 1 --smoe-strata 2-2 --encoder-layerdrop 0.7 --decoder-laye
     --log-interval 1 --log-format json""".split()
 
 
-@pytest.mark.parametrize("backend", [soak("legacy_ddp"), "pytorch_ddp"])
+@pytest.mark.parametrize("backend", [soak("legacy_ddp"), "pytorch_ddp --find-unused-parameters"])
 def test_layer_drop_over_processes(ranks, small_corpus, tmp_path, backend):
     small = [flag for flag in SMALL if flag != "--disable-validation"]
-    more = ["--ddp-backend", backend, "--save-dir", tmp_path / "run"]  # with gloo, as --cpu implies
+    more = [
+        "--ddp-backend",
+        *backend.split(),
+        "--save-dir",
+        tmp_path / "run",
+    ]  # with gloo, as --cpu implies
     run = ranks.train(tmp_path, 2, small_corpus, *small, *FLAGS, *more)
     logs = [json.loads(x) for x in re.findall(r"train_inner \| (\{.*\})", run.output(0))]
     assert len(logs) == 4

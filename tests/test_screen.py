@@ -142,17 +142,3 @@ def test_the_last_line_says_how_to_go_on(tmp_path, ending, said, saved, begun):
         goes_on = f"once the cause is fixed, {goes_on}"
     starts = "without runs/tiny/smoe-2-2/checkpoint_last.pt the same command starts again"
     assert result.stderr.splitlines()[-1] == said + (goes_on if saved else starts)
-
-
-def test_a_log_that_cannot_be_written_is_told_once(monkeypatch, capfd):
-    monkeypatch.setattr(logging.FileHandler, "handleError", logging.Handler.handleError)
-    cfg = convert_namespace_to_omegaconf(
-        options.parse_args_and_arch(
-            options.get_training_parser(), ["data", "--arch", "transformer"]
-        )
-    )
-    screen.begin(cfg)
-    handler = logging.FileHandler("/dev/full")
-    for number in range(3):
-        handler.emit(logging.makeLogRecord({"msg": f"line {number}", "args": ()}))
-    assert capfd.readouterr().err.count("/dev/full") == 1

@@ -16,36 +16,6 @@ from smoe_fairseq.analysis.sentence import SentenceSide
 from smoe_fairseq.files import write_whole
 
 
-def summary(results: Results) -> str:
-    """The first paragraph: what was run, and the mean requested capacity."""
-    run = results.run
-    means = [
-        f"{results.mean(results.directions, side):.2f} strata of a block in the {side}"
-        for side in results.sides()
-    ]
-    over = f"{sum(run['sentences'].values()):,} samples"
-    if results.has_languages:
-        number = len(results.directions)
-        over = f"{sum(run['sentences'].values()):,} sentence pairs in {number} direction"
-        over += "s" * (number > 1)
-    return (
-        f"After {run['updates']:,} updates, over {over} of {run['subset']}, a token stops on average at "
-        f"{' and at '.join(means)}."
-    )
-
-
-def frequency(results: Results, min_count: int) -> str:
-    """Median ranks of tokens with lowest and highest requested capacity, for each block."""
-    parts = []
-    for block in results.blocks:
-        groups = figures.groups(results, block, min_count)
-        if all(map(len, groups.values())):
-            low, high, every = (np.median(groups[name]) for name in ("lowest", "highest", "all"))
-            parts.append(f"{block.title}: {low:.0f} and {high:.0f} (all tokens: {every:.0f})")
-    tokens = "tokens with lowest and highest requested capacity"
-    return f"Median training-frequency rank of the {tokens}: {'; '.join(parts)}."
-
-
 def pictures(
     results: Results, sides: list[SentenceSide], series: Series, min_count: int
 ) -> dict[str, Callable[[], Figure]]:
@@ -93,13 +63,13 @@ def page(results: Results, checkpoint: Path, drawn: dict[str, str], **content) -
         lstrip_blocks=True,
         undefined=jinja2.StrictUndefined,
     )
-    environment.globals |= {"figures": figures, "frequency": frequency}
+    environment.globals["figures"] = figures
+    environment.filters["median"] = np.median
     environment.filters["fixed"] = lambda values, digits: ", ".join(
         f"{value:.{digits}f}" for value in values
     )
     content |= {"results": results, "checkpoint": checkpoint, "drawn": drawn}
-    template = environment.get_template("report.html.jinja")
-    return template.render(summary=summary(results), **content)
+    return environment.get_template("report.html.jinja").render(content)
 
 
 def write(

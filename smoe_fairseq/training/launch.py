@@ -97,7 +97,6 @@ def check_before_training(call_main, cfg, *others, **options):
     _check_packages(cfg)
     if cfg.common.cpu and cfg.distributed_training.distributed_backend == "nccl":
         cfg.distributed_training.distributed_backend = "gloo"  # fairseq's default is for GPUs only
-    _expect_dropped_layers(cfg)
     if _has_experts(cfg.model):
         if cfg.distributed_training.ddp_backend == "fully_sharded":
             raise UsageError(
@@ -118,18 +117,6 @@ def _check_packages(cfg) -> None:
     for option, package in _PACKAGES.items():
         if (cfg.common.get(option) or cfg.checkpoint.get(option)) and find_spec(package) is None:
             raise UsageError(f"{flag_of(option)} needs: pip install {package}")
-
-
-def _expect_dropped_layers(cfg) -> None:
-    """Keep torch's wrapper from waiting for gradients of layers that LayerDrop skips."""
-    distributed = cfg.distributed_training
-    if distributed.ddp_backend not in ("pytorch_ddp", "c10d") or distributed.find_unused_parameters:
-        return
-    for side in ("encoder", "decoder"):
-        if getattr(cfg.model, f"{side}_layerdrop", 0):
-            distributed.find_unused_parameters = True
-            logger.info(f"--{side}-layerdrop: --find-unused-parameters is on")
-            return
 
 
 def _check_criterion(cfg) -> None:
@@ -190,22 +177,25 @@ def check_options(cfg) -> None:
     """
     distributed, common = cfg.distributed_training, cfg.common
     back_end = str(distributed.ddp_backend)
-    if back_end not in SUPPORTS_EXPERTS:
-        raise UsageError(f"--ddp-backend {back_end} with --expert-parallel: use legacy_ddp")
-    if common.fp16 and not (common.fp16_no_flatten_grads or common.memory_efficient_fp16):
-        raise UsageError(
-            "--fp16 with --expert-parallel: use --fp16-no-flatten-grads or --memory-efficient-fp16"
-        )
-    if common.amp:
-        raise UsageError(
-            "--amp with --expert-parallel: use --bf16, or --fp16 with --fp16-no-flatten-grads"
-        )
-    if common.model_parallel_size > 1 or distributed.pipeline_model_parallel:
-        raise UsageError("--expert-parallel does not work with model or pipeline parallelism")
-    if cfg.optimization.use_bmuf:
-        raise UsageError("--use-bmuf with --expert-parallel: it would average different experts")
-    if cfg.checkpoint.write_checkpoints_asynchronously:
-        raise UsageError("--write-checkpoints-asynchronously with --expert-parallel: leave it out")
+    flattened = not (common.fp16_no_flatten_grads or common.memory_efficient_fp16)
+    pipeline = common.model_parallel_size > 1 or distributed.pipeline_model_parallel
+    for flag, is_set, advice in (
+        (f"--ddp-backend {back_end}", back_end not in SUPPORTS_EXPERTS, "use legacy_ddp"),
+        (
+            *("--fp16", common.fp16 and flattened),
+            "use --fp16-no-flatten-grads or --memory-efficient-fp16",
+        ),
+        ("--amp", common.amp, "use --bf16, or --fp16 with --fp16-no-flatten-grads"),
+        ("model or pipeline parallelism", pipeline, "leave it out"),
+        ("--use-bmuf", cfg.optimization.use_bmuf, "it would average different experts"),
+        (
+            "--write-checkpoints-asynchronously",
+            cfg.checkpoint.write_checkpoints_asynchronously,
+            "leave it out",
+        ),
+    ):
+        if is_set:
+            raise UsageError(f"{flag} with --expert-parallel: {advice}")
 
 
 # All ranks have to have the same settings, which are compared at the start.
@@ -357,7 +347,7 @@ def wait_for_all(distributed) -> "dist.TCPStore | None":
                 raise
             report("rank 0")
     store.set(f"smoe rank {rank}", "")
-    missing = [f"smoe rank {other}" for other in range(1, size)] if rank == 0 else ["smoe all"]
+    missing = [f"smoe rank {other}" for other in range(size)]
     while missing:
         try:
             store.wait(missing, interval)
@@ -371,9 +361,7 @@ def wait_for_all(distributed) -> "dist.TCPStore | None":
             ranks = ", ".join(key.removeprefix("smoe rank ") for key in missing[:10])
             more = ", ..." if len(missing) > 10 else ""
             if missing:
-                report(f"rank {ranks}{more}" if rank == 0 else "another rank")
-    if rank == 0:
-        store.set("smoe all", "")
+                report(f"rank {ranks}{more}")
     return store
 
 

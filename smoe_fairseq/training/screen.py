@@ -28,7 +28,6 @@ def begin(cfg) -> None:
         cfg: fairseq's ``FairseqConfig``.
     """
     global _screen
-    logging.FileHandler.handleError = _tell_once
     seconds, log = os.environ.get(VARIABLE), cfg.common.log_file
     if not seconds or not log or _screen is not None:
         return
@@ -47,14 +46,6 @@ def begin(cfg) -> None:
     metric = cfg.checkpoint.best_checkpoint_metric
     _screen = Screen(float(seconds), cfg.optimization.max_update, metric)
     logging.getLogger("fairseq_cli.train").addHandler(_EarlyEnd())
-
-
-def _tell_once(handler: logging.FileHandler, record: logging.LogRecord) -> None:
-    """In place of a stack trace for each line of a log that cannot be written, as on a full disk."""
-    handler.emit = lambda record: None
-    reason = getattr(sys.exc_info()[1], "strerror", None) or sys.exc_info()[1]
-    message = f"warning: {handler.baseFilename} cannot be written: {reason}; training continues"
-    print(message, file=sys.stderr, flush=True)
 
 
 @replaces("fairseq.logging.progress_bar:progress_bar")

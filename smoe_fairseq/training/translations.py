@@ -7,7 +7,6 @@ checkpoints by them. Text is joined subwords, so the numbers only compare checkp
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 
 import numpy as np
 import torch
@@ -19,6 +18,8 @@ from smoe_fairseq.errors import UsageError
 from smoe_fairseq.languages import bleu_tokenizer, is_unspaced
 from smoe_fairseq.models.transformer import SMoETransformerModel
 from smoe_fairseq.subwords import has_nmt_pieces, has_pieces
+from smoe_fairseq.translate.directions import is_multilingual, task_for
+from smoe_fairseq.translate.readout import Readout
 from smoe_fairseq.translate.search import BeamSearch, SearchOptions
 from smoe_fairseq.translate.text import by_length
 
@@ -62,17 +63,15 @@ def scores(trainer, number: int, beam: int) -> dict[str, float]:
     for direction, batches in _batches(task, subset, number):
         metrics = _metrics(direction[1], trainer.cfg.checkpoint.best_checkpoint_metric == "ter")
         totals = {name: torch.zeros(_SIZES[name], dtype=torch.float64) for name in metrics}
-        with _translating(task, direction):
-            for i, sample in enumerate(batches):
-                if i % ranks != rank:
-                    continue
-                if trainer.cuda:
-                    sample = utils.move_to_cuda(sample)
-                hypotheses = task.inference_step(search, [model], sample)
-                texts, references = _texts(task, direction, sample, hypotheses)
-                for name, metric in metrics.items():
-                    counts = metric._extract_corpus_statistics(texts, [references])
-                    totals[name] += torch.tensor(counts, dtype=torch.float64).sum(0)
+        directed = task_for(task, *direction)
+        for sample in batches[rank::ranks]:
+            if trainer.cuda:
+                sample = utils.move_to_cuda(sample)
+            hypotheses = directed.inference_step(search, [model], sample)
+            texts, references = _texts(directed, sample, hypotheses)
+            for name, metric in metrics.items():
+                counts = metric._extract_corpus_statistics(texts, [references])
+                totals[name] += torch.tensor(counts, dtype=torch.float64).sum(0)
         sums.append(totals)
     result = {}
     for name, metric in metrics.items():
@@ -105,7 +104,7 @@ _SIZES = {"chrf": 24, "bleu": 10, "ter": 2}
 
 def _batches(task, subset: str, number: int) -> Iterator[tuple[tuple[str, str], list[dict]]]:
     """Batches of the first sentences of each direction that fit the model."""
-    if hasattr(task, "data_manager"):
+    if is_multilingual(task):
         loaded, _ = task.data_manager.load_split_datasets(subset, task.training, epoch=1)
         datasets = [(key.rpartition(":")[2].split("-"), dataset) for key, dataset in loaded]
     else:
@@ -120,26 +119,9 @@ def _batches(task, subset: str, number: int) -> Iterator[tuple[tuple[str, str], 
         yield (source, target), samples
 
 
-@contextmanager
-def _translating(task, direction: tuple[str, str]) -> Iterator[None]:
-    """In this context the task translates in the direction; in training a multilingual task has none."""
-    options = task.cfg or task.args
-    before = options.source_lang, options.target_lang
-    options.source_lang, options.target_lang = direction
-    try:
-        yield
-    finally:
-        options.source_lang, options.target_lang = before
-
-
-def _texts(
-    task, direction: tuple[str, str], sample: dict, hypotheses: list
-) -> tuple[list[str], list[str]]:
-    """Translations and references."""
-    dictionary = task.target_dictionary
-    ignored = {dictionary.eos()}
-    if hasattr(task, "data_manager") and (spec := task.args.langtoks["main"][1]):
-        ignored.add(task.data_manager.get_decoder_langtok(direction[1], spec))
+def _texts(task, sample: dict, hypotheses: list) -> tuple[list[str], list[str]]:
+    """Translations and references; ``task`` is that of the direction."""
+    dictionary, hidden = task.target_dictionary, Readout(None, (), task).hidden
     subwords = None
     if has_pieces(dictionary):
         subwords = "sentencepiece"
@@ -148,8 +130,7 @@ def _texts(
 
     def text(ids: Tensor) -> str:
         ids = ids[ids != dictionary.pad()].int().cpu()
-        return dictionary.string(ids, subwords, extra_symbols_to_ignore=ignored)
+        return dictionary.string(ids, subwords, extra_symbols_to_ignore=hidden)
 
-    return [text(best["tokens"]) for best, *_ in hypotheses], [
-        text(ids) for ids in sample["target"]
-    ]
+    translations = [text(best["tokens"]) for best, *_ in hypotheses]
+    return translations, [text(ids) for ids in sample["target"]]
