@@ -30,6 +30,8 @@ from smoe_fairseq.recipes.datasets import load_dataset
 from smoe_fairseq.recipes.evaluation import scores
 from smoe_fairseq.recipes.evaluation.evaluate import evaluate, plan
 from smoe_fairseq.recipes.evaluation.evaluation import Evaluation
+from smoe_fairseq.recipes.evaluation.external import comet
+from smoe_fairseq.recipes.settings import Settings
 
 
 @pytest.fixture(scope="module")
@@ -729,7 +731,7 @@ def test_each_direction_has_its_scores_by_comet(tmp_path, monkeypatch):
         for i, file in enumerate(texts[direction]):
             file.write_text("".join("x" * (number + i) + "\n" for number in lengths))
         expected[direction] = [n / (n + n + 1 + 2 * (n + 2) + 1) for n in lengths]
-    scores.Scorer((f"{tmp_path}/comet-score",), "m").score(texts, tmp_path)
+    comet([f"{tmp_path}/comet-score"], "m").score(texts, tmp_path, Settings())
     for direction, each in expected.items():
         found = json.loads((tmp_path / f"{direction}.comet.json").read_text())
         assert found["sentences"] == pytest.approx(each)

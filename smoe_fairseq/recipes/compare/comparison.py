@@ -23,6 +23,7 @@ from smoe_fairseq.recipes.compare.statistics import (
 from smoe_fairseq.recipes.datasets import Dataset
 from smoe_fairseq.recipes.evaluation import scores
 from smoe_fairseq.recipes.evaluation.evaluate import outdated_notes
+from smoe_fairseq.recipes.evaluation.external import numbers_of_lines
 from smoe_fairseq.recipes.evaluation.metrics import flags_for, metrics_of, parsed
 from smoe_fairseq.recipes.folders import (
     Folders,
@@ -204,7 +205,7 @@ def _bootstrap(
     """The p-value; None for scores (``points``, of all runs) whose means are equal to two decimals."""
     files = [system.translations(direction) for system in (first, second)]
     if scores.METRICS.get(metric) is None:
-        lines = ([scores.numbers_of_lines(file, metric) for file in of_runs] for of_runs in files)
+        lines = ([numbers_of_lines(file, metric) for file in of_runs] for of_runs in files)
         return mean_p_value(*(np.mean(of_runs, axis=0) for of_runs in lines))
     if abs(statistics.fmean(points[0]) - statistics.fmean(points[1])) < 0.005:
         return None

@@ -20,6 +20,7 @@ from smoe_fairseq.recipes.data.text_files import count_lines
 from smoe_fairseq.recipes.datasets import Dataset, naming_settings
 from smoe_fairseq.recipes.evaluation import metrics, scores, translations
 from smoe_fairseq.recipes.evaluation.evaluation import Evaluation
+from smoe_fairseq.recipes.evaluation.external import External, externals_of
 from smoe_fairseq.recipes.folders import (
     Folders,
     checkpoint_file,
@@ -81,7 +82,7 @@ def evaluate(dataset: Dataset, method: str, flags: Sequence[str], checkpoint: st
     evaluation = plan(dataset, method, flags, checkpoint or dataset.checkpoint)
     if dataset.start and method != PRETRAINED:
         _evaluate_pretrained(dataset, flags)
-    scorer = scores.scorer(settings)
+    externals = externals_of(dataset)
     for direction in sorted(
         {*dataset.directions, *dataset.kept_directions} - set(evaluation.directions)
     ):
@@ -104,10 +105,8 @@ def evaluate(dataset: Dataset, method: str, flags: Sequence[str], checkpoint: st
         print(f"# {dataset.name} {method}: translate and score", flush=True)
         with naming_settings(dataset, ("generate", "task"), flags):
             _translate(evaluation)
-    if scorer is not None:
-        _score_by_comet(evaluation, scorer)
-    for metric, words in dataset.metrics.items():
-        _score_by_command(evaluation, metric, words)
+    for metric in externals:
+        _score_by(evaluation, metric)
 
 
 def _evaluate_pretrained(dataset: Dataset, flags: Sequence[str]) -> None:
@@ -171,41 +170,22 @@ def _directions(dataset: Dataset, raw: Path) -> tuple[str, ...]:
     return directions
 
 
-def _texts(evaluation: Evaluation) -> dict[str, scores.Texts]:
-    done = evaluation.complete
-    return {
+def _score_by(evaluation: Evaluation, metric: External) -> None:
+    settings, done = evaluation.dataset.settings, evaluation.complete
+    texts = {
         d: (evaluation.source(d), done / f"{d}.txt", evaluation.reference(d))
         for d in evaluation.directions
     }
-
-
-def _score_by_comet(evaluation: Evaluation, scorer: scores.Scorer) -> None:
-    done, texts = evaluation.complete, _texts(evaluation)
-    if scorer.settings.dry_run:
-        lines = (scorer.command(each, done / f"{d}.comet.json") for d, each in texts.items())
-        run(lines, scorer.settings)
+    if settings.dry_run:
+        name = metric.name.lower()
+        lines = (metric.command(each, done / f"{d}.{name}.json") for d, each in texts.items())
+        run([f"# {metric.name}, a number per line", *lines], settings)
         return
-    scorer.score(texts, done)
-    _save_others(evaluation, scores.COMET)
-
-
-def _score_by_command(evaluation: Evaluation, metric: str, words: str) -> None:
-    settings = evaluation.dataset.settings
-    for direction, texts in _texts(evaluation).items():
-        file = evaluation.complete / f"{direction}.{metric.lower()}.json"
-        if settings.dry_run:
-            run([f"{scores.filled_in(words, texts)}  # {metric}, a number per line"], settings)
-        else:
-            scores.score_by_command(metric, words, texts, file, settings)
-    if not settings.dry_run:
-        _save_others(evaluation, metric)
-
-
-def _save_others(evaluation: Evaluation, metric: str) -> None:
-    scored = evaluation.scored(evaluation.complete)
+    metric.score(texts, done, settings)
+    scored = evaluation.scored(done)
     evaluation.save(scored, evaluation.folder)
     for direction, score in scored.items():
-        print(f"# {direction}: {metric} {score.others[metric][0]:.2f}", flush=True)
+        print(f"# {direction}: {metric.name} {score.others[metric.name][0]:.2f}", flush=True)
 
 
 def _translate(evaluation: Evaluation) -> None:

@@ -1,14 +1,11 @@
-"""The scores of a run by sacreBLEU and COMET: ``scores.json`` next to its checkpoints."""
+"""The scores of a run: ``scores.json`` next to its checkpoints."""
 
 import hashlib
 import json
 import math
 import os
 import re
-import shlex
-import shutil
 import statistics
-import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -21,9 +18,7 @@ from smoe_fairseq.files import read_plain, read_text, write_whole
 from smoe_fairseq.forms import SCORES, read_json
 from smoe_fairseq.recipes.datasets import Dataset
 from smoe_fairseq.recipes.folders import Folders, test_file
-from smoe_fairseq.recipes.processes import command, run_quietly
 from smoe_fairseq.recipes.program_flags import arguments, flag_values
-from smoe_fairseq.recipes.settings import Settings
 
 FILE = "scores.json"
 UNFINISHED = "test.partial"  # next to it: the folder of an incomplete evaluation
@@ -224,132 +219,6 @@ def label(metric: str) -> str:
         return metric
     name = "sacreBLEU" if metric == BLEU else f"sacreBLEU's {metric}"
     return f"{name} (lower is better)" if metric in LOWER_IS_BETTER else name
-
-
-# COMET, by the program ``comet-score`` of another environment: ``unbabel-comet`` 2.2.7 needs numpy below 2.
-# ``COMET`` names the program, ``COMET_MODEL`` the model.
-
-MODEL = "Unbabel/wmt22-comet-da"
-Texts = tuple[Path, Path, Path]  # source, translation and reference, of equal length
-
-
-@dataclass(frozen=True)
-class Scorer:
-    """``program`` with its flags, and the name or the ``.ckpt`` file of a model."""
-
-    program: tuple[str, ...]
-    model: str
-    settings: Settings = Settings()
-
-    def command(self, texts: Texts, output: Path) -> str:
-        """The command that writes a score for each line to ``output``."""
-        source, translation, reference = texts
-        files = ["-s", source, "-t", translation, "-r", reference]
-        return command(*self.program, *files, "--model", self.model, "--quiet", "--to_json", output)
-
-    def score(self, directions: Mapping[str, Texts], folder: Path) -> None:
-        """Write ``folder/DIRECTION.comet.json`` for each direction without a score by this model.
-
-        All directions are scored as one text, so that the model is loaded once.
-
-        Raises:
-            UsageError: the program failed, or its scores are not between 0 and 1.
-        """
-        left = {name: t for name, t in directions.items() if not self._has_scored(folder, name)}
-        if not left:
-            return
-        print(f"# {COMET} of {len(left)} directions by {self.model}", flush=True)
-        lines = {name: len(lines_of(translation)) for name, (_, translation, _) in left.items()}
-        with tempfile.TemporaryDirectory() as name:
-            together = tuple(Path(name, part) for part in ("source", "translation", "reference"))
-            for file, parts in zip(together, zip(*left.values())):
-                text = (line for part in parts for line in lines_of(part))
-                file.write_text("".join(f"{line}\n" for line in text), "utf-8")
-            scored = Path(name, "scores.json")
-            run_quietly(f"{self.command(together, scored)} > /dev/null", self.settings)
-            scores = self._read(scored, sum(lines.values()))
-        for direction, count in lines.items():
-            own, scores = scores[:count], scores[count:]
-            result = {"name": COMET, "score": 100 * statistics.fmean(own)}
-            result |= {"signature": f"model:{self.model}", "sentences": own}
-            write_whole(_file(folder, direction), json.dumps(result) + "\n")
-
-    def _has_scored(self, folder: Path, direction: str) -> bool:
-        try:
-            return read_json(_file(folder, direction))["signature"] == f"model:{self.model}"
-        except (UsageError, KeyError):
-            return False
-
-    def _read(self, file: Path, count: int) -> Sequence[float]:
-        try:
-            content = read_json(file, {str: [{COMET: float}]})
-        except UsageError as error:
-            raise UsageError(f"{self.program[0]} wrote no scores ({error})") from None
-        scores = [segment[COMET] for segments in content.values() for segment in segments]
-        if len(scores) != count:
-            raise UsageError(f"{self.program[0]} scored {len(scores)} of {count} lines")
-        if not 0 <= statistics.fmean(scores) <= 1:
-            raise UsageError(
-                f"--comet-model {self.model} has a mean score of {statistics.fmean(scores):.2f}: "
-                f"expected a model whose scores are between 0 and 1, such as {MODEL}"
-            )
-        return scores
-
-
-def scorer(settings: Settings) -> Scorer | None:
-    """The scorer of ``COMET``, None if it is not set; raises UsageError if the program is missing."""
-    program = shlex.split(settings.comet)
-    if not program:
-        return None
-    if shutil.which(program[0]) is None:
-        expected = "expected comet-score of an environment with unbabel-comet (docs/recipes.md)"
-        raise UsageError(f"--comet {program[0]}: there is no such program; {expected}")
-    return Scorer(tuple(program), settings.comet_model or MODEL, settings)
-
-
-def score_by_command(metric: str, words: str, texts: Texts, file: Path, settings: Settings) -> None:
-    """Write the scores of a data set's own metric, their mean, and the command as the signature.
-
-    Args:
-        words: the command, which prints a number for each line of ``{source}``, ``{translation}`` and
-            ``{reference}``, the files in its place.
-
-    Raises:
-        UsageError: the command failed, or prints other lines.
-    """
-    with suppress(UsageError, KeyError):
-        if read_json(file)["signature"] == words:
-            return
-    with tempfile.TemporaryDirectory() as folder:
-        output = Path(folder, "numbers")
-        run_quietly(f"{filled_in(words, texts)} > {shlex.quote(str(output))}", settings)
-        lines, count = read_text(output).split(), len(lines_of(texts[1]))
-    try:
-        numbers = [float(line) for line in lines]
-    except ValueError:
-        numbers = []
-    if len(numbers) != count or not all(map(math.isfinite, numbers)):
-        raise UsageError(f"{metric}: {words}: expected {count} lines, each with a number")
-    result = {"name": metric, "score": statistics.fmean(numbers), "signature": words}
-    write_whole(file, json.dumps(result | {"sentences": numbers}) + "\n")
-
-
-def filled_in(words: str, texts: Texts) -> str:
-    """The command with the names of the files."""
-    for name, file in zip(("source", "translation", "reference"), texts, strict=True):
-        words = words.replace(f"{{{name}}}", shlex.quote(str(file)))
-    return words
-
-
-def numbers_of_lines(translations: Path, metric: str) -> list[float]:
-    """The score of each line of ``DIRECTION.txt``; raises UsageError if it lacks those of the metric."""
-    file = _file(translations.parent, translations.stem, metric)
-    advice = f"run scripts/evaluate.sh again with {metric}"
-    return read_json(file, {"sentences": [float]}, advice)["sentences"]
-
-
-def _file(folder: Path, direction: str, metric: str = COMET) -> Path:
-    return folder / f"{direction}.{metric.lower()}.json"
 
 
 def lines_of(file: Path) -> list[str]:
