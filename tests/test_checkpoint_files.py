@@ -175,7 +175,7 @@ def test_a_kill_while_saving_leaves_the_old_checkpoint(pre_norm, corpus, folder)
     """The copy of the newest checkpoint to checkpoint_last.pt is where the run ends."""
     before = contents(folder)
     program, *flags = resume(corpus, folder, "--max-epoch", 3)
-    result = run_python(KILLED + WITHOUT, "find_last_bit", SCRIPTS / program, *flags)
+    result = run_python(KILLED + WITHOUT, "keep_lines_short", SCRIPTS / program, *flags)
     assert result.returncode == -9  # that patch has nothing to do with it
     assert (folder / "checkpoint_best.pt").exists()
     assert contents(folder).items() > before.items()
@@ -195,7 +195,7 @@ def test_without_room_the_old_checkpoint_stays(pre_norm, corpus, folder):
     assert pre_norm.stat().st_size > 150_000
     before = contents(folder)
     program, *flags = resume(corpus, folder, "--max-epoch", 3)
-    result = run_python(FULL + WITHOUT, "find_last_bit", SCRIPTS / program, *flags)
+    result = run_python(FULL + WITHOUT, "keep_lines_short", SCRIPTS / program, *flags)
     refused(result, folder / "checkpoint_best.pt", "File too large")
     assert contents(folder) == before
 

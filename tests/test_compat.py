@@ -46,11 +46,6 @@ assert "smoe_fairseq.compat" in sys.modules and "smoe_fairseq" not in sys.module
     run("python", "-c", program)
 
 
-def test_importing_the_package_loads_nothing_heavy():
-    program = "import sys, smoe_fairseq; assert not {'torch', 'fairseq'} & set(sys.modules)"
-    run("python", "-c", program)
-
-
 @pytest.mark.parametrize(
     "imports",
     [
@@ -80,19 +75,6 @@ assert "smoe_label_smoothed_cross_entropy" in CRITERION_REGISTRY
 
 
 # Each patch: what happens without it
-
-
-def test_importing_the_models_says_nothing():
-    result = run_python("import smoe_fairseq.models")
-    assert result.stdout == ""
-
-
-def test_patched_dataclass_names_its_options():
-    """torch 2.6 asks it for them."""
-    program = (
-        "import dataclasses, fairseq; print('kw_only' in dataclasses.dataclass.__kwdefaults__)"
-    )
-    assert run_python(program).stdout.splitlines()[-1] == "True"
 
 
 WITHOUT_PATCH = {  # what fairseq's command says then
@@ -145,35 +127,6 @@ def test_older_kinds_of_data_sets_are_refused(raw_corpus, tmp_path, kind):
     )
 
 
-HUFFMAN = """
-from fairseq.data import huffman
-builder = huffman.HuffmanCodeBuilder()
-builder.add_symbols("a", "b", "a", "c")
-coder = builder.build_code()
-found = coder.decode(coder.encode(["a", "c", "b"]))
-assert [node.symbol for node in found] == ["a", "c", "b"]
-"""
-
-
-def test_huffman_codes_are_read_on_any_bitarray():
-    result = run_python(HUFFMAN)
-    assert result.returncode == 0, result.stdout
-
-
-@pytest.mark.soak
-def test_without_its_patch_they_are_not(tmp_path):
-    program = tmp_path / "program.py"
-    program.write_text(HUFFMAN)
-    assert run_without("find_last_bit", program).returncode
-
-
-@pytest.mark.soak
-def test_buckets_of_lengths_are_made_on_any_numpy(corpus, tmp_path):
-    more = ("--num-batch-buckets", 2, "--max-update", 1, "--disable-validation")
-    result = run("fairseq-train", corpus, "--save-dir", tmp_path, *TINY, *more, fresh=True)
-    assert "bucketing target lengths" in result.stdout
-
-
 @pytest.mark.soak
 def test_fairseq_score_reads_files_on_any_sacrebleu(tmp_path):
     texts = {"sys": "a b c d e\nf g h i\n", "ref": "a b c d e\nf g h x\n"}
@@ -181,12 +134,10 @@ def test_fairseq_score_reads_files_on_any_sacrebleu(tmp_path):
         (tmp_path / name).write_text(text)
     words = ("--sys", tmp_path / "sys", "--ref", tmp_path / "ref", "--sacrebleu")
     result = run("fairseq-score", *words)
-    by_sentence = run("fairseq-score", *words[:-1], "--sentence-bleu")
-    assert "BLEU4 = 100.00" in by_sentence.stdout
     sys, ref = (text.splitlines() for text in texts.values())
     assert f"BLEU = {sacrebleu.corpus_bleu(sys, [ref]).score:.2f}" in result.stdout
     (tmp_path / "ref").write_text(texts["ref"] + "one line more\n")
-    for more in ([], ["--sacrebleu"], ["--sentence-bleu"]):
+    for more in ([], ["--sacrebleu"]):
         fresh = not more  # as a shell starts it: the patches come while it is being imported
         given = (*words[:-1], *more)
         refused(run("fairseq-score", *given, fresh=fresh, check=False), "--sys and --ref")
@@ -205,8 +156,9 @@ def test_a_buffer_that_fairseq_never_sets_is_zero(monkeypatch):
 
 
 def test_a_data_class_of_a_plugin_may_hold_another():
-    """fairseq's own tests have these; Python 3.11 refuses such a default."""
+    """fairseq's own tests have these; Python 3.11 refuses such a default. And nothing is said."""
     program = """
+import smoe_fairseq.models
 from fairseq.dataclass import FairseqDataclass
 from dataclasses import dataclass
 @dataclass
@@ -215,8 +167,10 @@ class A(FairseqDataclass):
 @dataclass
 class B(FairseqDataclass):
     a: A = A()
+assert "kw_only" in dataclass.__kwdefaults__  # which torch 2.6 asks for
 """
-    assert run_python(program).returncode == 0
+    result = run_python(program)
+    assert (result.returncode, result.stdout) == (0, "")
 
 
 # Other programs than fairseq's commands: exceptions, and nothing read from the command line
@@ -304,36 +258,28 @@ def test_a_new_training_replaces_no_checkpoints(corpus, tmp_path, names, newest)
 # The right fairseq, or one sentence
 
 
-def sentence_where(tmp_path, version):
-    """What ``smoe path`` and ``smoe cost`` print where fairseq has this version."""
-    outputs = []
+def pretend(folder: Path, version: str) -> None:
+    """That this fairseq is installed there."""
+    info = folder / f"fairseq-{version}.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: fairseq\nVersion: {version}")
+
+
+@pytest.mark.parametrize("version, named", [(None, "not installed"), ("0.10.2", "0.10.2")])
+def test_without_the_right_fairseq_a_command_is_one_sentence(tmp_path, version, named):
     if version:
-        info = tmp_path / f"fairseq-{version}.dist-info"
-        info.mkdir()
-        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: fairseq\nVersion: {version}")
+        pretend(tmp_path, version)
     environment = {"PYTHONPATH": f"{tmp_path}:{USER_DIR.parent}", "PYTHONWARNINGS": "ignore"}
     for command in ("path", "cost"):
         # -S leaves the installed packages out.
         words = ("python", "-S", "-m", "smoe_fairseq.cli", command)
         result = run(*words, check=False, **environment)
-        assert result.returncode == 1
-        outputs.append(result.stdout)
-    assert outputs[0] == outputs[1] and outputs[0].count("\n") == 1
-    return outputs[0].removeprefix("error: ")
-
-
-def test_missing_fairseq(tmp_path):
-    sentence = sentence_where(tmp_path, None)
-    assert "not installed" in sentence and "`pip install --no-deps fairseq==0.12.2`" in sentence
-
-
-def test_another_fairseq(tmp_path):
-    sentence = sentence_where(tmp_path, "0.10.2")
-    assert "0.10.2" in sentence and "`pip install --no-deps fairseq==0.12.2`" in sentence
+        refused(result, named, "`pip install --no-deps fairseq==0.12.2`")
+        assert result.stdout.count("\n") == 1
 
 
 def test_another_fairseq_is_left_alone_with_a_warning(tmp_path):
-    sentence_where(tmp_path, "0.13.0")
+    pretend(tmp_path, "0.13.0")
     source = "import dataclasses; print(dataclasses.dataclass.__code__.co_filename)"
     (tmp_path / "fairseq.py").write_text(source)
     result = run("python", "-c", "import fairseq", PYTHONPATH=str(tmp_path))

@@ -192,8 +192,6 @@ def test_sharded_experts_on_two_processes_equal_one(ranks, english, tmp_path, mo
 
 def test_bad_flags_end_before_training(english, tmp_path):
     for given, named in {
-        "--encoder-layers 2": "--encoder-layers",
-        "--arch smoe_transformer_tiny": "--task language_modeling",
         "--past-target": "--past-target",
         "--output-dictionary-size 50": "--output-dictionary-size 50",
     }.items():

@@ -33,16 +33,11 @@ REFUSED = """
     --finetune-from-model .
     --best-checkpoint-metric bleu
     --arch transfomer
-    --arch transformer_lm
-    --task multilingual_translation
 """  # by the table of bounds
 BAD = {line.strip(): line.split()[-2] for line in REFUSED.strip().splitlines()}
 if not torch.cuda.device_count():  # of which fairseq starts a process each
     BAD["--distributed-init-method tcp://127.0.0.1:1"] = "--distributed-init-method"
     BAD["--distributed-world-size 9000"] = "--distributed-world-size"
-    BAD["--distributed-world-size 2 --distributed-port 99"] = "--distributed-port"
-    BAD["--profile"] = "--profile"
-BAD["--cpu --fp16"] = "--fp16"
 BAD["--save-dir="] = "--save-dir"  # of an unset variable
 BAD["--valid-subset valid,train --combine-valid-subsets"] = "--valid-subset valid,train"
 BAD |= {  # by the words of what fairseq raises, in one line
@@ -80,7 +75,6 @@ UNTRANSLATED = {  # options that fairseq would ignore, or that end in a KeyError
     },
     "fairseq-train": {
         f"{SAMPLED} --sampling-temperature -1": "--sampling-temperature -1.0",
-        f"{SAMPLED} --sampling-weights {{'src-tgt':1}}": "--sampling-weights",
     },
 }
 WITHOUT_EFFECT = {  # with another criterion

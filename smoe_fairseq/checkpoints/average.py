@@ -33,29 +33,32 @@ def average(paths: Sequence[Path]) -> dict:
     """The content of a checkpoint with the mean weights; everything else is from the last checkpoint.
 
     Means are in float32 at least. Integers have to be equal in all checkpoints, except for `COUNTS`,
-    which are those of the last one. One checkpoint is read at a time.
+    which are those of the last one. One checkpoint is read at a time. Copies, such as fairseq makes under
+    other names, count once.
 
     Raises:
         UsageError: architectures or dictionaries differ, or a checkpoint has diverged or is damaged; the
-            message names it.
+            message names it. Or there is only one.
     """
     sums, owners, first, read = {}, {}, None, {}
+    state = None
     for path in tqdm(paths, "average", unit=" checkpoints"):
+        known, read[path.name] = set(read.values()), fingerprint(path)
+        if read[path.name] in known:
+            tqdm.write(f"{path} is a copy of another checkpoint, and counts once")
+            continue
         state = None  # free the previous one before reading the next
-        if (made := fingerprint(path)) in read.values():
-            raise UsageError(
-                f"{path} is a copy of another of the checkpoints: it would count twice"
-            )
-        read[path.name] = made
         state = sets.weights_of(path)
         if first is None:
             first = _outline(state)
         else:
             _check_alike(paths[0], first, path, _outline(state))
         _add(sums, owners, path, state["model"])
+    if (number := len(set(read.values()))) < 2:
+        raise UsageError(f"{paths[0]} is one checkpoint: expected more, or a folder with --last N")
     last = state["model"]
     means = {
-        name: _mean(sums.pop(name), len(paths), last[name])
+        name: _mean(sums.pop(name), number, last[name])
         for name, owner in owners.items()
         if owner == name
     }
@@ -153,18 +156,12 @@ def add_average_arguments(parser: ArgumentParser) -> None:
 
 
 def run_average(args: Namespace) -> None:
-    state, paths = None, select(args.paths, args.last, args.by)
-    while state is None:
-        read = [file for path in paths for file in files_read(path)]
-        sets.check_output(read, [args.output], args.force)
-        try:
-            state = average(paths)
-        except (UsageError, OSError):
-            before, paths = paths, select(args.paths, args.last, args.by)
-            if paths == before:  # else training has replaced some of them meanwhile
-                raise
+    paths = select(args.paths, args.last, args.by)
+    sets.check_output([f for path in paths for f in files_read(path)], [args.output], args.force)
+    state = average(paths)
     sets.write_converted(state, args.output, args.force)
-    print(f"{args.output}: mean of {len(paths)} checkpoints, {paths[0]} to {paths[-1]}")
+    number = len(set(state[MADE_OF].values()))
+    print(f"{args.output}: mean of {number} checkpoints, {paths[0]} to {paths[-1]}")
     if any(name.endswith(COUNTS) for name in state["model"]):
         print(f"the step counts (*{COUNTS}) are those of {paths[-1]}")
 
@@ -173,7 +170,7 @@ def select(paths: Sequence[Path], last: int | None, by: str | None) -> list[Path
     """The checkpoints to average, the newest last; a set by its name without ``-rank-N``.
 
     Raises:
-        UsageError: there are too few, or the choice is ambiguous.
+        UsageError: there are fewer than ``last``, or the choice is ambiguous.
     """
     folders = [path for path in paths if path.is_dir()]
     if last is None:
@@ -181,40 +178,14 @@ def select(paths: Sequence[Path], last: int | None, by: str | None) -> list[Path
             raise UsageError(f"--by {by}: expected --last with it, and a run's folder")
         if folders:
             raise UsageError(f"{folders[0]} is a folder: add --last N, or name its files")
-        return _unique(paths)
+        # A shell's * expands to all files of a set.
+        sets_and_files = (path if rank_of(path) is None else set_name(path) for path in paths)
+        return list(dict.fromkeys(sets_and_files))
     if last < 2:
         raise UsageError(f"--last {last}: expected 2 or more")
     if len(paths) > 1 or not folders:
         raise UsageError(f"--last {last}: expected one folder, not {', '.join(map(str, paths))}")
     return _newest(folders[0], last, by)
-
-
-def _unique(paths: Sequence[Path]) -> list[Path]:
-    """Each checkpoint once, even if a shell's ``*`` expands to all files of a set or copies of a file."""
-    unique, copies = [], []
-    for path in paths:
-        is_rank = rank_of(path) is not None
-        name = set_name(path) if is_rank else path
-        if name in unique and not is_rank:
-            raise UsageError(f"{path} is named twice: it would count twice")
-        if name in unique or name in copies:
-            continue
-        # fairseq copies a checkpoint to its other names: checkpoint_best.pt, checkpoint_last.pt.
-        if same := next((other for other in unique if _are_equal(other, name)), None):
-            print(f"{name} is a copy of {same}, and counts once")
-            copies.append(name)
-        else:
-            unique.append(name)
-    if len(unique) < 2:
-        raise UsageError(f"{unique[0]} is one checkpoint: expected more, or a folder with --last N")
-    return unique
-
-
-def _are_equal(first: Path, second: Path) -> bool:
-    """Whether two checkpoints, files or sets, have the same content; not if one cannot be read."""
-    with suppress(UsageError, OSError):
-        return fingerprint(first) == fingerprint(second)
-    return False
 
 
 def _newest(folder: Path, last: int, by: str | None) -> list[Path]:

@@ -49,13 +49,9 @@ _DICTIONARIES = {  # how they are read: an example for a shell, and the options
 @patches("fairseq.dataclass.utils:convert_namespace_to_omegaconf")
 def check_generation(original, args):
     """For commands that do not use `call_main`, such as ``fairseq-generate``, and what precedes it."""
-    import torch
-
     cfg = original(args)
     if is_fairseq_command() and cfg.get("optimizer") is None:
         check_options(cfg)
-    elif is_fairseq_command() and cfg.common.profile and not torch.cuda.is_available():
-        raise UsageError("--profile: expected a machine with a GPU")
     return cfg
 
 
@@ -64,21 +60,14 @@ def check_values(call_main, cfg, *others, **options):
     check_options(cfg)
     import torch
 
-    distributed, common = cfg.distributed_training, cfg.common
-    on_cpu = not common.tpu and (common.cpu or not torch.cuda.is_available())
-    works = common.memory_efficient_fp16 or common.fp16_no_flatten_grads
-    if on_cpu and common.fp16 and not works and cfg.get("optimizer"):
-        raise UsageError("--fp16 on a CPU: expected --fp16-no-flatten-grads with it, or --bf16")
-    spawns = not (distributed.distributed_no_spawn or common.tpu or torch.cuda.device_count())
-    method, port = distributed.distributed_init_method, distributed.distributed_port
+    distributed = cfg.distributed_training
     several = distributed.distributed_world_size > 1 and "RANK" not in os.environ
-    in_slurm = "SLURM_STEP_NODELIST" in os.environ or "SLURM_JOB_NODELIST" in os.environ
-    if several and port > 0 and not (method or in_slurm):
-        raise UsageError(f"--distributed-port {port}: expected --distributed-init-method, or SLURM")
-    if spawns and (method or several and port <= 0):
+    spawns = not (distributed.distributed_no_spawn or cfg.common.tpu or torch.cuda.device_count())
+    if spawns and (distributed.distributed_init_method or several):
+        flag = "init-method" if distributed.distributed_init_method else "world-size"
         raise UsageError(
-            f"--distributed-{'init-method' if method else 'world-size'}: fairseq starts a process for each "
-            "GPU, and this machine has none; expected torchrun, or --distributed-no-spawn with a rank"
+            f"--distributed-{flag}: fairseq starts a process for each GPU, and this machine has none; "
+            "expected torchrun, or --distributed-no-spawn with a rank"
         )
     return call_main(cfg, *others, **options)
 

@@ -222,7 +222,7 @@ def use_task_of_checkpoint(original, parser, input_args=None, *others, **options
     args, _ = early.parse_known_args(input_args)
     import_user_module(args)
     _set_task(parser, args)
-    _check_arch(args.arch, args.task or parser.get_default("task"))
+    _check_arch(args.arch)
     return original(parser, input_args, *others, **options)
 
 
@@ -234,11 +234,8 @@ _OURS = "smoe_"
 
 @patches("fairseq.models:build_model")
 def name_unknown_model(original, cfg, task, from_checkpoint=False):
-    name = getattr(cfg, "_name", None) or getattr(cfg, "arch", None)
-    if message := _model_error(name):
+    if message := _model_error(getattr(cfg, "_name", None) or getattr(cfg, "arch", None)):
         raise UsageError(message)
-    if not from_checkpoint:
-        _check_pair(name, type(task))
     return original(cfg, task, from_checkpoint)
 
 
@@ -252,41 +249,14 @@ def name_unknown_task(original, cfg, **options):
     return original(cfg, **options)
 
 
-_TASKS = {  # kind of model: tasks that train only this kind
-    "FairseqEncoderDecoderModel": ("translation", "translation_multi_simple_epoch"),
-    "FairseqEncoderModel": ("masked_lm",),
-    "FairseqLanguageModel": ("language_modeling",),
-    "FairseqMultiModel": ("multilingual_translation",),
-}
-
-
-def _check_pair(arch: str | None, task: type | None) -> None:
-    """Raise UsageError if a model and a task of fairseq or this package are of different kinds."""
-    from fairseq import models, tasks
-
-    model = models.ARCH_MODEL_REGISTRY.get(arch) or models.MODEL_REGISTRY.get(arch)
-    packages = {getattr(each, "__module__", "").partition(".")[0] for each in (model, task)}
-    if not packages <= {"fairseq", "smoe_fairseq"}:
-        return
-    classes = {names: tuple(map(tasks.TASK_REGISTRY.get, names)) for names in _TASKS.values()}
-    fitting = [names for kind, names in _TASKS.items() if issubclass(model, getattr(models, kind))]
-    requested = [names for names in classes if issubclass(task, classes[names])]
-    if fitting and requested and fitting != requested:
-        fits, given = (" or ".join(names[0]) for names in (fitting, requested))
-        raise UsageError(f"--arch {arch}: expected --task {fits}, or a model for --task {given}")
-
-
-def _check_arch(arch: str | None, task: str | None) -> None:
+def _check_arch(arch: str | None) -> None:
     """For ``fairseq-train --arch``: fairseq's message lists some two hundred names."""
     from fairseq.models import ARCH_MODEL_REGISTRY
-    from fairseq.tasks import TASK_REGISTRY
 
     if message := _model_error(arch):
         near = nearest(arch, ARCH_MODEL_REGISTRY, cutoff=0)
         lacks_ours = arch.startswith(_OURS) and not near.startswith(_OURS)
         raise UsageError(f"--arch {arch}: {message if lacks_ours else f'did you mean {near}?'}")
-    if is_fairseq_command():
-        _check_pair(arch, TASK_REGISTRY.get(task))
 
 
 def _model_error(name: str | None) -> str | None:

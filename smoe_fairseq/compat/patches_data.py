@@ -136,28 +136,6 @@ def name_dictionary(original, cls, f):
         return loaded
 
 
-@patches(
-    "fairseq.data.multilingual.multilingual_data_manager:"
-    "MultilingualDatasetManager.get_sampling_ratios"
-)
-def name_weights(original, manager, parameters, datasets, *others, **options):
-    given = manager.args.sampling_weights or manager.args.sampling_weights_from_file
-    try:
-        return original(manager, parameters, datasets, *others, **options)
-    except KeyError as error:
-        if not given:
-            raise
-        expected = ", ".join(key for key, _ in datasets)
-        raise UsageError(f"--sampling-weights lacks {error}: expected {expected}") from None
-
-
-@patches("fairseq.file_chunker_utils:find_offsets")
-def name_workers(original, filename, num_chunks):
-    if num_chunks < 1:
-        raise UsageError(f"--workers {num_chunks}: expected a number of at least 1")
-    return original(filename, num_chunks)
-
-
 # Takes a path with a colon as one path if it exists.
 #
 # For fairseq 0.12.2 on any Python, which would read the parts around the colon as several paths.
@@ -170,50 +148,23 @@ def keep_existing_path(original, paths, *separator):
 
 # Gives fairseq's modules what newer libraries lack.
 #
-# For fairseq 0.12.2 and bitarray 3, whose ``util.rindex`` is a method now (``--dataset-impl huffman``),
-# numpy 2, which has no ``np.compat.long`` (language models with ``--sample-break-mode eos``) and another name
-# for a percentile's ``interpolation`` (both: ``--num-batch-buckets``), and sacreBLEU 2, which takes lists but
-# not open files (``fairseq-score --sacrebleu``).
+# For fairseq 0.12.2 and numpy 2, which has no ``np.compat.long`` (language models with ``--sample-break-mode
+# eos``), and sacreBLEU 2, which takes lists but not open files (``fairseq-score --sacrebleu``).
 
 
-@patches("fairseq.data.huffman.huffman_coder")
-def find_last_bit(huffman_coder: ModuleType) -> None:
-    if not hasattr(huffman_coder.util, "rindex"):
-        find = huffman_coder.bitarray.find
-        huffman_coder.util = SimpleNamespace(rindex=functools.partial(find, right=True))
-
-
-@patches("fairseq.data.language_pair_dataset")
 @patches("fairseq.data.token_block_dataset")
-def keep_long(module: ModuleType) -> None:
-    if not hasattr(numpy := module.np, "compat"):
-        module.np = ModuleType("numpy")
+def keep_long(token_block_dataset: ModuleType) -> None:
+    if not hasattr(numpy := token_block_dataset.np, "compat"):
+        token_block_dataset.np = ModuleType("numpy")
         # numpy loads some of its parts when they are asked for.
-        module.np.__getattr__ = functools.partial(getattr, numpy)
-        module.np.compat = SimpleNamespace(long=int)
-
-
-@patches("fairseq.data.data_utils:get_buckets")
-def take_lower_percentiles(original, sizes, count: int):
-    import numpy
-
-    percents = numpy.linspace(0, 100, count + 1)[1:]
-    return numpy.unique(numpy.percentile(sizes, percents, method="lower"))
+        token_block_dataset.np.__getattr__ = functools.partial(getattr, numpy)
+        token_block_dataset.np.compat = SimpleNamespace(long=int)
 
 
 @patches("sacrebleu:corpus_bleu")
 def read_open_files(original, hypotheses, references, *arguments, **options):
     hypotheses, *references = _lines_of(hypotheses, *references)
     return original(hypotheses, references, *arguments, **options)
-
-
-# Lets ``fairseq-score --sentence-bleu`` make a scorer: for fairseq 0.12.2, which passes numbers for a config.
-
-
-@patches("fairseq.scoring.bleu:Scorer.__init__")
-def take_numbers(original, scorer, *config):
-    numbers = SimpleNamespace(**dict(zip(("pad", "eos", "unk"), config)))
-    original(scorer, numbers if len(config) == 3 else config[0])
 
 
 # Scores all of a text or none of it.

@@ -1,6 +1,6 @@
 """Options of the models: the mixture of experts, and the whole transformer."""
 
-from argparse import SUPPRESS, Action, ArgumentTypeError, BooleanOptionalAction, Namespace
+from argparse import SUPPRESS, ArgumentTypeError, BooleanOptionalAction, Namespace
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, make_dataclass
 from typing import Optional
@@ -148,12 +148,6 @@ BLOCK_FLAGS |= {"hash_table": flag_of("moe_hash_table")}
 
 POSITIONS = 1024  # fairseq's default
 FORMER_NAMES = {"moe_norms": "smoe_norm"}  # of options in old checkpoints
-NO_ENCODER = "{}: a language model has no encoder; leave it out"
-
-
-class _RefuseEncoderFlag(Action):
-    def __call__(self, parser, namespace, values, option_string=None):
-        parser.exit(1, f"error: {NO_ENCODER.format(option_string)}\n")
 
 
 @dataclass
@@ -288,15 +282,6 @@ class SMoETransformerLMConfig(DecoderOptions):
     max_target_positions: Optional[int] = II("task.max_target_positions")  # noqa: UP045
 
     @classmethod
-    def add_args(cls, parser) -> None:
-        """Also adds the flags of an encoder, hidden; they exit with an error."""
-        super().add_args(parser)
-        for name in cls.of_translation():
-            flags = (flag_of(name), flag_of(f"no_{name}"))
-            kwargs = {"action": _RefuseEncoderFlag, "default": SUPPRESS, "help": SUPPRESS}
-            parser.add_argument(*flags, nargs="?", **kwargs)
-
-    @classmethod
     def of_translation(cls) -> list[str]:
         """Options that only a translation model has."""
         return [name for name in SMoETransformerConfig.names() if name not in cls.names()]
@@ -310,7 +295,7 @@ class SMoETransformerLMConfig(DecoderOptions):
         """
         for name in cls.of_translation():
             if name in cfg:
-                raise ValueError(NO_ENCODER.format(flag_of(name)))
+                raise ValueError(f"{flag_of(name)}: a language model has no encoder; leave it out")
         config = super().of(cfg)
         for name, default in {"add_bos_token": False, "tokens_per_sample": POSITIONS}.items():
             if isinstance(getattr(config, name), str):  # without a task, as in `smoe cost`
