@@ -13,6 +13,7 @@ import pretrained
 import pytest
 from commands import changed, preprocess, run, train
 from filelock import FileLock
+from plain_loops import EXECUTIONS, executing
 from ranks import Ranks
 from sampling import pairwise
 from warm import quicken_hydra
@@ -81,6 +82,13 @@ def parameters(item) -> dict:
         names = names.replace(" ", "").split(",") if isinstance(names, str) else names
         found[tuple(names)] = tuple(id(left.pop(name)) for name in names)
     return found | {(name,): (id(value),) for name, value in left.items()}
+
+
+@pytest.fixture(params=EXECUTIONS)
+def execution(request) -> str:
+    """Each of two executions, in any type."""
+    with executing(request.param):
+        yield request.param
 
 
 @pytest.fixture(scope="session")

@@ -143,62 +143,39 @@ def gate_loss(scores, chosen, first, num_experts, copies=0, simple=0):
     return loss
 
 
-def reference(
-    params,
-    strata,
-    x,
-    padding,
-    top_k=2,
-    normalization="after-drop",
-    capacity_factor=0,
-    stacked=False,
-    drop_order="sentence",
-    norms="paper",
-    gate="topk",
-    top_p=0.4,
-    bias=None,
-    ids=None,
-    sentences=None,
-    training=True,
-    factor=2.0,
-    chain=1,
-    scores="softmax",
-    copies=0,
-    earlier=None,
-    gated=None,
-):
-    """x (T, D), padding (T,); of each token also ids and sentences, of each expert and gate a bias.
+DEFAULTS = {
+    **{"gate": "topk", "top_k": 2, "normalization": "after-drop", "capacity_factor": 0},
+    **{"stacked": False, "chain": 1, "drop_order": "sentence", "norms": "paper", "gated": None},
+    **{"scores": "softmax", "copies": 0, "top_p": 0.4, "factor": 2.0, "training": True},
+    # Of each gate a bias per expert; of each token its id and sentence, and the logits of another layer's
+    # gate, which gates with a residual add.
+    **{"bias": None, "ids": None, "sentences": None, "earlier": None},
+}
 
-    earlier: of each token the logits of another layer's gate, which gates with a residual add.
 
-    Returns y, balance loss, requested capacity, dropped {(stratum, t, k)}, tokens of each stratum.
+def reference(params, strata, x, padding, **options):
+    """x (T, D), padding (T,); options as in `DEFAULTS`.
+
+    Returns y, balance loss, requested capacity, dropped {(stratum, t, k)}, and of each stratum the first
+    choices of its tokens and the number of copies that they choose.
     """
-    params = {**params, "gated": gated}
+    assert options.keys() <= DEFAULTS.keys()
+    options = {**DEFAULTS, **options}
+    params = {**params, "gated": options["gated"]}
+    stacked, chain, earlier = (options[name] for name in ("stacked", "chain", "earlier"))
     sizes = [int(size) for size in strata.split("-")]
     num_strata = max(len(sizes), chain)
     fixed = stacked or chain > 1  # all tokens go from each gate to the next
     home = [i for i, size in enumerate(sizes) for _ in range(size)]
-    released = norms == "released"
+    released = options["norms"] == "released"
     ahead = [sum(sizes[i : i + 1] if stacked else sizes[i:]) for i in range(num_strata)]
-    if chain > 1:
-        ahead = [sum(sizes)] * chain
-    options = {"top_k": top_k, "normalization": normalization, "capacity_factor": capacity_factor}
-    options |= {
-        "drop_order": drop_order,
-        "gate": gate,
-        "top_p": top_p,
-        "bias": bias,
-        "scores": scores,
-        "copies": copies,
-        "ids": ids,
-    }
-    options |= {"sentences": sentences, "training": training, "factor": factor, "visible": ahead}
+    options["visible"] = ahead = [sum(sizes)] * chain if chain > 1 else ahead
     state = [row for row in x]
     if stacked:
         state = [layer_norm(params, 0, row) for row in x]
     place = [num_strata if pad else 0 for pad in padding.tolist()]
     requested = [0] * len(place)
-    losses, dropped, visits = [], set(), []
+    losses, dropped, firsts, copies = [], set(), [], []
 
     for i in range(num_strata):
         offset = sum(sizes[:i]) if chain == 1 else 0
@@ -206,6 +183,8 @@ def reference(
         inputs = [state[t] if stacked else layer_norm(params, i, state[t]) for t in tokens]
         options["earlier"] = earlier
         kept, first, loss, lost = run_gate(params, i, inputs, tokens, options)
+        firsts.append([offset + expert for expert in first])
+        copies.append(len(lost) + sum(expert < ahead[i] for pairs in kept for expert, _ in pairs))
         if earlier is not None:
             seen = [earlier[t] for t in tokens]
             earlier = list(earlier)
@@ -213,7 +192,6 @@ def reference(
                 unseen = row.new_zeros(len(earlier[t]) - len(row))
                 earlier[t] = torch.cat([unseen, row])
         losses.append(loss)
-        visits.append(tokens)
         dropped |= {(i, tokens[t], k) for t, k in lost}
         for t, h, pairs, best in zip(tokens, inputs, kept, first):
             mixed = torch.zeros_like(h)
@@ -239,4 +217,4 @@ def reference(
             for row, pad in zip(state, padding.tolist())
         ]
     loss = sum(losses) / num_strata
-    return torch.stack(state), loss, torch.tensor(requested), dropped, visits
+    return torch.stack(state), loss, torch.tensor(requested), dropped, firsts, copies

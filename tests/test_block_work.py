@@ -101,7 +101,6 @@ def test_weights_get_one_gradient_each_and_no_copies_of_it(strata):
     assert sum(large.values()) == 2, large
 
 
-@pytest.mark.parametrize("execution", ["per-expert", "grouped"])
 @pytest.mark.parametrize("strata", STRATA)
 def test_token_sized_tensors(strata, execution):
     """A stratum makes few tensors as large as its routed copies, and none of size T x E x C."""

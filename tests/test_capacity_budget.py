@@ -2,14 +2,12 @@
 
 import pytest
 import torch
+from plain_loops import PADDING, D, make_block, make_input
 from reference_gates import softmax
-from test_block import PADDING, D, make_block, make_input
 from test_criterion import make_criterion, make_sample
 from test_model import tiny
 
 from smoe_fairseq.models.transformer import moe_blocks
-
-EXECUTIONS = pytest.mark.parametrize("execution", ["per-expert", "grouped"])
 
 
 def budgeted(strata, execution="per-expert", **options):
@@ -81,7 +79,6 @@ def uniform_from(strata, i):
 
 
 @pytest.mark.parametrize("padding", PADDING)
-@EXECUTIONS
 @pytest.mark.parametrize("strata, gate", [("4-4", "topk"), ("2-2-2-2", "topk"), ("2-3-4", "top-p")])
 def test_stops_and_their_gradient_agree_with_plain_loops(strata, gate, execution, padding):
     x, mask = make_input(padding)

@@ -148,7 +148,6 @@ def test_first_choices_are_counted_once_per_stratum(strata):
     assert forward.called["scatter_add_"] == len(block.strata)
 
 
-@pytest.mark.parametrize("execution", ["per-expert", "grouped"])
 @pytest.mark.parametrize("capacity_factor", [0.0, 1.0])
 @pytest.mark.parametrize("strata", STRATA)
 def test_one_sort_per_stratum_and_no_atomics(strata, capacity_factor, execution):
@@ -233,7 +232,6 @@ def casts(operations, experts) -> int:
 HALF = {"device_type": "cpu", "dtype": torch.bfloat16}
 
 
-@pytest.mark.parametrize("execution", ["per-expert", "grouped"])
 def test_weights_are_cast_once_until_an_optimizers_step(execution):
     """fairseq's optimizers write ``p.data``, which does not change a parameter's version."""
     from fairseq.optim.adam import Adam

@@ -5,8 +5,8 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+from plain_loops import PADDING, make_block, make_input
 from reference_gates import softmax
-from test_block import PADDING, make_block, make_input
 from test_model import make_batch, tiny
 
 from smoe_fairseq.modules.gates.linear import ExitBias
@@ -21,9 +21,6 @@ def exit_bias(model, bias):
     yield
     for each, value in before:
         each.bias = value
-
-
-EXECUTIONS = pytest.mark.parametrize("execution", ["per-expert", "grouped"])
 
 
 def biased(bias, strata="2-2-2-2", execution="per-expert", **options):
@@ -47,7 +44,6 @@ def routings(block, x, mask):
 
 
 @pytest.mark.parametrize("padding", PADDING)
-@EXECUTIONS
 @pytest.mark.parametrize("bias", [-2.0, 0.7, 3.0])
 @pytest.mark.parametrize("strata, gate", [("4-4", "topk"), ("2-3-4", "topk"), ("2-2-2", "top-p")])
 def test_logits_of_later_strata_are_raised(strata, gate, bias, execution, padding):
@@ -73,7 +69,6 @@ def test_null_experts_are_in_no_stratum():
         assert torch.allclose(seen[0][1], (seen[0][0] @ rows.t() + moved).softmax(1), atol=1e-12)
 
 
-@EXECUTIONS
 @pytest.mark.parametrize("options", [{}, {"gate": "top-p"}, {"null_experts": 2, "top_k": 3}])
 def test_zero_is_exact_and_training_knows_no_bias(options, execution):
     x, mask = make_input("some")
@@ -96,7 +91,6 @@ def test_zero_is_exact_and_training_knows_no_bias(options, execution):
     assert torch.equal(with_bias(x, mask)[0], want)
 
 
-@EXECUTIONS
 @pytest.mark.parametrize("gate", ["topk", "top-p"])
 @pytest.mark.parametrize("large", [1e5, 1e30, math.inf])
 def test_ends(large, gate, execution):

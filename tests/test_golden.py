@@ -43,6 +43,7 @@ from fairseq.models import (
     build_model,
 )
 from fairseq.tasks import TASK_REGISTRY
+from plain_loops import executing
 
 import smoe_fairseq.models  # noqa: F401  (as --user-dir does)
 from smoe_fairseq.cli import main as smoe
@@ -331,7 +332,9 @@ def test_pass_through_the_block(name, mode, execution):
         if execution == "grouped":
             pytest.skip("this path draws for all tokens, not for those at a stratum alone")
     arrays = read_arrays("blocks")
-    for key, value in pass_of(name, mode, execution).items():
+    with executing(execution):
+        found = pass_of(name, mode, execution)
+    for key, value in found.items():
         assert_close(value, arrays[f"{name}/{mode}/{key}"], key)
 
 

@@ -5,11 +5,13 @@ import re
 import time
 
 import pytest
+import torch
 
 from benchmarks.gpu import resources
 from benchmarks.gpu.__main__ import main
 from benchmarks.gpu.parts import PARTS, Part, plan, rounds, run_all
 from benchmarks.gpu.report import goal, passed, report
+from smoe_fairseq.modules.routing import Capacity
 
 
 def part(name, seconds=20, least=0):
@@ -103,17 +105,12 @@ def test_every_part_has_a_function(one):
 
 def test_the_block_is_compared_with_other_options(monkeypatch):
     """A block that drops nothing is not right where the plain loops drop."""
-    import torch
-
     from benchmarks.gpu import right
 
-    name, device = "top-2 4-4 with capacity", torch.device("cpu")
-    assert right.compare(name, torch.float32, "per-expert", device)["ok"]
-    wrong = right.make(name)
-    for gate in wrong.gates:
-        gate.capacity.factor = 0.0
-    monkeypatch.setattr(right, "make", lambda name: wrong)
-    assert not right.compare(name, torch.float32, "per-expert", device)["ok"]
+    given = {"strata": "4-4", **right.LIMITED}, torch.float32, "per-expert", torch.device("cpu")
+    assert right.compare(*given)["ok"]
+    monkeypatch.setattr(Capacity, "current_factor", 0.0)
+    assert not right.compare(*given)["ok"]
 
 
 @pytest.mark.parametrize(

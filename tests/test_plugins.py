@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 from commands import refused, run, smoe, train
+from plain_loops import PADDING, D, make_block, make_input
 from serving import JSON, Serving
-from test_block import PADDING, D, make_block, make_input
 from test_recipes import ROOT, recipe, table
 
 from smoe_fairseq import plugins

@@ -5,6 +5,7 @@ import math
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from plain_loops import executing
 
 from smoe_fairseq.modules import StratifiedMoE
 from smoe_fairseq.modules.gates import GATES
@@ -48,7 +49,8 @@ def run(block, x, mask):
         passes.append((active, routing))
 
     handles = [gate.register_forward_hook(hook) for gate in block.gates]
-    y, stats = block(x, mask)
+    with executing(block.execution):
+        y, stats = block(x, mask)
     for handle in handles:
         handle.remove()
     return y, stats, passes
@@ -147,7 +149,8 @@ def test_members_treat_sentences_alone_and_tokens_alike(case):
     """In evaluation: a sentence by itself, its tokens in another order, its padding left out."""
     block, x, mask, ids = case
     block.eval()
-    y, stats = block(x, mask, ids=ids)
+    with executing(block.execution):
+        y, stats = block(x, mask, ids=ids)
     assert torch.equal(y[mask], x[mask])
     assert torch.equal(stats.requested_capacity > 0, ~mask)
     assert int(stats.first_choices.sum()) == int(stats.requested_capacity.sum())
@@ -166,8 +169,9 @@ def test_members_train_any_tokens(case):
     """No token, one, or more: losses and gradients are numbers, and counts add up."""
     block, x, mask, ids = case
     x = x.clone().requires_grad_()
-    y, stats = block.train()(x, mask, ids=ids)
-    (y.square().sum() + stats.balance_loss + stats.z_loss).backward()
+    with executing(block.execution):
+        y, stats = block.train()(x, mask, ids=ids)
+        (y.square().sum() + stats.balance_loss + stats.z_loss).backward()
     gradients = [p.grad for p in block.parameters() if p.grad is not None]
     assert all(g.isfinite().all() for g in (x.grad, *gradients))
     tokens = int((~mask).sum())

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
+from plain_loops import T, gradients, make_block, make_input
 from reference import ffn, layer_norm, reference
-from test_block import T, gradients, make_block, make_input
 
 
 def draws_as_made(monkeypatch, *values):
@@ -110,7 +110,6 @@ def test_final_output_masking(monkeypatch):
     assert torch.allclose(block(x, mask)[0], plain(x, mask)[0])
 
 
-@pytest.mark.parametrize("execution", ["per-expert", "grouped"])
 def test_gating_dropout_skips_the_block_for_a_whole_batch(execution, monkeypatch):
     x, mask = make_input("some")
     block = make_block("2-2-2-2", gating_dropout=0.3)
@@ -125,7 +124,6 @@ def test_gating_dropout_skips_the_block_for_a_whole_batch(execution, monkeypatch
     assert torch.equal(block.eval()(x, mask)[0], block(x, mask)[0])  # never in evaluation
 
 
-@pytest.mark.parametrize("execution", ["per-expert", "grouped"])
 def test_z_loss_agrees_with_plain_loops(execution):
     x, mask = make_input("some")
     block = make_block("8")
