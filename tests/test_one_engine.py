@@ -1,13 +1,13 @@
 """One search behind every way in: Python, ``smoe translate`` and fairseq-generate agree, options too."""
 
 import json
-import re
+import os
 import subprocess
 import threading
 
 import pytest
 import torch
-from commands import PLUGIN, SCRIPTS, generation, run, smoe
+from commands import SCRIPTS, smoe
 from test_translate import folder, translate  # noqa: F401  (a fixture)
 from test_translator import evaluated
 
@@ -113,55 +113,8 @@ def test_threads_that_ask_for_other_languages_do_not_meet(model, text):
     assert all(each == want[to] for to, several in found.items() for each in several)
 
 
-@pytest.fixture(scope="module")
-def two_models(multilingual, tmp_path_factory):
-    """The checkpoint, and one with other weights."""
-    state = torch.load(multilingual, weights_only=True)
-    generator, changed = torch.Generator().manual_seed(1), {}
-    for name, weight in state["model"].items():
-        if weight.is_floating_point() and weight.dim() > 1:
-            key = weight.data_ptr()  # the same for shared embeddings
-            if key not in changed:
-                changed[key] = weight + 0.05 * torch.randn(weight.shape, generator=generator)
-            state["model"][name] = changed[key]
-    other = tmp_path_factory.mktemp("ensemble") / "other.pt"
-    torch.save(state, other)
-    return multilingual, other
-
-
-@pytest.mark.soak
-def test_ensembles(two_models, three_languages, tmp_path):
-    """The probabilities of two models are averaged, as fairseq-generate does it."""
-    first, second = two_models
-    data = ("--source-lang", "cc", "--target-lang", "aa", "--lang-pairs", "cc-aa")
-    task = ("--task", "translation_multi_simple_epoch", "--encoder-langtok", "tgt")
-    output = run(
-        *("fairseq-generate", *generation(three_languages, f"{first}:{second}")),
-        *("--user-dir", PLUGIN, *task, *data, "--langs", "aa,bb,cc", "--gen-subset", "valid"),
-        *("--num-workers", 0),
-    ).stdout
-    text = dict(re.findall(r"^S-(\d+)\t(.*)$", output, re.M))
-    hypotheses = re.findall(r"^D-(\d+)\t(\S+)\t(.*)$", output, re.M)
-    want = {int(n): (float(score), words) for n, score, words in hypotheses}
-    lines = [text[n].removeprefix("__aa__ ") for n in sorted(text, key=int)]
-    short = [i for i, line in enumerate(lines) if len(line.split()) <= 12]
-    words = ("--data", three_languages, "--from", "cc", "--to", "aa", "--nbest", 1)
-    search = ("--beam", 3, "--max-len-b", 12)
-    given = "".join(f"{lines[i]}\n" for i in short)
-    found, _ = translate(tmp_path, first, second, *words, *search, text=given)
-    rows = [line.split("\t")[1:] for line in found.splitlines()]
-    assert len(rows) == len(short) >= 5
-    for i, (score, translation) in zip(short, rows, strict=True):
-        assert translation == want[i][1] and float(score) == pytest.approx(want[i][0], abs=1e-4)
-    alone, _ = translate(tmp_path, first, *words, *search, text=given)
-    assert alone != found
-    both = SMoETransformerModel.from_pretrained([first, second], data_name_or_path=three_languages)
-    options = {"source_lang": "cc", "target_lang": "aa", "beam": 3, "max_len_b": 12}
-    assert both.translate([lines[i] for i in short], **options) == [row[1] for row in rows]
-
-
-def test_models_of_other_subwords_are_no_ensemble(folder, two_models, three_languages):  # noqa: F811
-    command = ("translate", folder / "run", two_models[0], "--to", "fr")
+def test_models_of_other_subwords_are_no_ensemble(folder, multilingual):  # noqa: F811
+    command = ("translate", folder / "run", multilingual, "--to", "fr")
     result = smoe(*command, check=False)
     assert result.returncode == 1 and len(result.stdout.splitlines()) == 1
 
@@ -182,19 +135,22 @@ def test_a_prefix_begins_every_translation(folder, text):  # noqa: F811
 
 
 def test_line_by_line_each_line_is_answered_before_the_next(folder, text):  # noqa: F811
-    """A program that waits for the answer, as a pipe of its own."""
-    command = [SCRIPTS / "smoe", "translate", "run", *WORDS, "--line-by-line"]
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+    """A program that waits for the answer, as a pipe of its own; in UTF-8, whatever the terminal takes."""
+    lines = [*text[:2], "1 \N{SNOWMAN}"]
+    command = [SCRIPTS / "smoe", "translate", "run", *WORDS, "--line-by-line", "--json"]
+    given = {"cwd": folder, "encoding": "utf-8", "env": os.environ | {"PYTHONIOENCODING": "ascii"}}
+    given |= {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
     found = []
-    with subprocess.Popen(list(map(str, command)), cwd=folder, text=True, **pipes) as process:
-        for line in text[:3]:
+    with subprocess.Popen(list(map(str, command)), **given) as process:
+        for line in lines:
             process.stdin.write(f"{line}\n")
             process.stdin.flush()
-            found.append(process.stdout.readline())
+            found.append(json.loads(process.stdout.readline()))
         process.stdin.close()
         assert process.wait() == 0
-    at_once, _ = translate(folder, "run", *WORDS, text="\n".join(text[:3]))
-    assert "".join(found) == at_once
+    assert [row["source"] for row in found] == lines
+    at_once, _ = translate(folder, "run", *WORDS, text="\n".join(lines))
+    assert [row["hypotheses"][0]["text"] for row in found] == at_once.splitlines()
 
 
 def test_defaults_are_those_of_fairseqs_flags():

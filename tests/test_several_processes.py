@@ -121,7 +121,7 @@ EXCHANGES = {
 
 
 @pytest.mark.parametrize(
-    "name", [soak(name) if name in ("plain", "stock", "skipped") else name for name in EXCHANGES]
+    "name", [name if name in ("parts", "checkpointed") else soak(name) for name in EXCHANGES]
 )
 def test_gradients_travel_while_others_are_computed(ranks, small_corpus, tmp_path, name):
     make = stock if name == "stock" else flags
