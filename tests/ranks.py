@@ -8,6 +8,7 @@ own doing. A few tests use torchrun itself.
 import os
 import signal
 import socket
+import sys
 import time
 from pathlib import Path
 
@@ -92,6 +93,22 @@ class Ranks:
 
     def train(self, folder: Path, world_size: int, *flags, **options) -> Run:
         return self.start(folder, world_size, *flags, **options).finish()
+
+
+def train_with(before_batch, arguments: list[str]) -> None:
+    """``fairseq-train`` in which ``before_batch(updates)`` is called before each batch of training."""
+    from fairseq.tasks.translation import TranslationTask
+    from fairseq_cli import train
+
+    original = TranslationTask.train_step
+
+    def train_step(self, *others, **options):
+        before_batch(options["update_num"])
+        return original(self, *others, **options)
+
+    TranslationTask.train_step = train_step
+    sys.argv = ["fairseq-train", *arguments]
+    train.cli_main()
 
 
 def _run(server: Server, logs, environments, arguments, function=None) -> Run:

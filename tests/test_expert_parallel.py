@@ -1,11 +1,12 @@
 """Experts spread over processes: the same training as in one process, whatever their number."""
 
 import re
+import sys
 from pathlib import Path
 
 import pytest
 import torch
-from commands import PLUGIN
+from commands import PLUGIN, refused, run
 from sampling import sample, soak
 
 from smoe_fairseq.checkpoints.sets import Shards
@@ -130,8 +131,6 @@ def in_double(arguments):
         utils.clip_grad_norm_ = lambda parameters, max_norm, _=None: torch.nn.utils.clip_grad_norm_(
             parameters, max_norm or float("inf")
         )
-    import sys
-
     sys.argv = ["fairseq-train", *arguments]
     train.cli_main()
 
@@ -221,8 +220,6 @@ def test_the_norm_is_in_single_precision_at_least(ranks, tmp_path, name):
 
 def overflow_on_one_rank(arguments):
     """In the third update one rank's expert alone has a gradient that is not finite."""
-    import sys
-
     from fairseq.trainer import Trainer
     from fairseq_cli import train
 
@@ -265,6 +262,13 @@ REFUSED = {
     "--smoe-strata 3-4": "with --expert-parallel: 7 experts cannot be spread evenly over 2 ranks",
     "--eval-bleu": "smoe consolidate",
 }
+
+
+@pytest.mark.parametrize("more", [(), ("--moe-freq", 0, "--decoder-moe-freq", 2)], ids=str)
+def test_experts_that_are_not_sharded_are_not_flattened(small_corpus, tmp_path, more):
+    words = flags(small_corpus, tmp_path / "new", "--ddp-backend", "fully_sharded", *more)
+    refused(run("fairseq-train", *words, check=False), "--ddp-backend fully_sharded")
+    assert not (tmp_path / "new").exists()
 
 
 @pytest.mark.parametrize("words", REFUSED)

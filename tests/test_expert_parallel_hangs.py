@@ -1,14 +1,13 @@
 """Sharded experts never leave a process waiting: not for want of tokens, and not when another is gone."""
 
 import re
-import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 from commands import TORCHRUN, WITH_PLUGIN, run, start
-from ranks import free_port
+from ranks import free_port, train_with
 from sampling import soak
 from test_expert_parallel import averages, flags
 
@@ -167,22 +166,14 @@ def test_epochs_and_validation_of_uneven_length(ranks, small_corpus, tmp_path):
 
 def train_until(moment: str, arguments):
     """``fairseq-train`` in which rank 1 fails, in the way that ``moment`` names, after two updates."""
-    from fairseq.tasks.translation import TranslationTask
-    from fairseq_cli import train
 
-    original = TranslationTask.train_step
-
-    def train_step(self, *others, **options):
-        if options["update_num"] == 2 and dist.get_rank() == 1:
+    def fail(updates: int) -> None:
+        if updates == 2 and dist.get_rank() == 1:
             if moment == "exception":
                 raise ValueError("this batch cannot be read")
-            if moment == "out of memory":
-                raise RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB")
-        return original(self, *others, **options)
+            raise RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB")
 
-    TranslationTask.train_step = train_step
-    sys.argv = ["fairseq-train", *arguments]
-    train.cli_main()
+    train_with(fail, arguments)
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import pytest
 import torch
 from commands import PLUGIN, SCRIPTS, TINY, run, run_python
 from programs import wait_until
+from ranks import train_with
 from sampling import soak
 from test_lock import SMALL
 from test_signals import ended
@@ -259,19 +260,12 @@ def test_a_thread_that_loads_data_does_not_abort_a_finished_run(small_corpus, tm
 
 def moving(folder: str, arguments: list[str]) -> None:
     """``fairseq-train`` whose folder somebody moves in the third update."""
-    from fairseq.tasks.translation import TranslationTask
-    from fairseq_cli import train
 
-    original = TranslationTask.train_step
-
-    def train_step(self, *others, **options):
-        if options["update_num"] == 2 and os.environ.get("RANK", "0") == "0":
+    def move(updates: int) -> None:
+        if updates == 2 and os.environ.get("RANK", "0") == "0":
             os.rename(folder, f"{folder}.moved")
-        return original(self, *others, **options)
 
-    TranslationTask.train_step = train_step
-    sys.argv = ["fairseq-train", *arguments]
-    train.cli_main()
+    train_with(move, arguments)
 
 
 @pytest.mark.parametrize("number", [1, soak(2)])

@@ -1,6 +1,5 @@
 """ZeRO: the optimizer's state spread over processes trains, saves and resumes what is trained without."""
 
-import sys
 from pathlib import Path
 
 import pytest
@@ -9,6 +8,7 @@ from programs import HANGS
 from sampling import soak
 from test_compat import run_without
 from test_expert_parallel import checkpoint, flags
+from test_expert_parallel_hangs import train_until
 from test_several_processes import LAST, assert_same_bits, content, stock
 
 from smoe_fairseq.cli import main
@@ -75,37 +75,16 @@ def test_beside_sharded_experts(ranks, small_corpus, tmp_path, world_size, strat
     assert_same_sets(tmp_path / "zero", tmp_path / "plain")
 
 
-def train_until_one_fails(arguments):
-    """``fairseq-train`` in which process 1 comes upon a batch that it cannot read, in its third update."""
-    from fairseq.tasks.translation import TranslationTask
-    from fairseq_cli import train
-
-    original = TranslationTask.train_step
-
-    def train_step(self, *others, **options):
-        if options["update_num"] == 2 and torch.distributed.get_rank() == 1:
-            raise ValueError("this batch cannot be read")
-        return original(self, *others, **options)
-
-    TranslationTask.train_step = train_step
-    sys.argv = ["fairseq-train", *arguments]
-    train.cli_main()
-
-
 @pytest.mark.parametrize("parallel", [(), ("--expert-parallel",)], ids=str)
 def test_a_process_that_fails_does_not_wait_for_state(ranks, small_corpus, tmp_path, parallel):
     """To save crash.pt fairseq asks all for their part of it, and the others are in another call."""
     arguments = list(map(str, flags(small_corpus, tmp_path / "run", *ZERO, *parallel)))
-    run = ranks.start(tmp_path / "logs", 2, arguments, function=train_until_one_fails)
+    run = ranks.start(tmp_path / "logs", 2, "exception", arguments, function=train_until)
     status = run.programs[1].wait(HANGS)
     run.kill()
     assert status == 1, run.output(1)[-3000:]
-    assert (
-        run.output(1)
-        .strip()
-        .splitlines()[-1]
-        .startswith("error: ValueError: this batch cannot be read (")
-    )
+    last = run.output(1).strip().splitlines()[-1]
+    assert last.startswith("error: ValueError: this batch cannot be read (")
     if parallel:
         crash = torch.load(tmp_path / "run" / "crash-rank-1.pt", weights_only=True)
         assert crash["last_optimizer_state"] == {} and crash["model"]
