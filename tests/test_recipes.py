@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from commands import bash_functions, bash_torchrun, contents, run, run_step, touch_binarised
+from commands import bash_functions, bash_torchrun, contents, run_step, step_here, touch_binarised
 from sampling import soak
 
 from smoe_fairseq.recipes.commands import RECIPES
@@ -23,13 +23,15 @@ ROOT = Path(__file__).parents[1]
 def recipe(
     cwd: Path, script: str, *words: str, fresh: bool = False, **environment: str
 ) -> subprocess.CompletedProcess:
-    """Runs what ``scripts/SCRIPT.sh WORDS`` calls in ``cwd``, forked (commands.py).
+    """Runs what ``scripts/SCRIPT.sh WORDS`` calls in ``cwd``, forked, or in this process (commands.py).
 
     fresh: the script itself, and the commands that it runs, are started from nothing, as by a user.
     """
     environment = surroundings(fresh) | {"CONFIG_DIR": str(ROOT / "configs")} | environment
     if not fresh and script in RECIPES:
-        return run_step(script, *words, cwd=cwd, **environment)
+        dry = environment.get("DRY_RUN") or "--dry-run" in words
+        start = step_here if dry or script in ("prepare", "report", "table") else run_step
+        return start(script, *words, cwd=cwd, **environment)
     return subprocess.run(
         [ROOT / "scripts" / f"{script}.sh", *words],
         cwd=cwd,
@@ -48,9 +50,8 @@ def surroundings(fresh: bool = False) -> dict[str, str]:
 
 
 def table(cwd: Path, dataset: str, **environment: str) -> str:
-    """What ``scripts/table.sh DATASET`` prints, which by itself has to import fairseq first."""
-    folders = {"CONFIG_DIR": str(ROOT / "configs"), "DATA_DIR": "data", "RUN_DIR": "runs"}
-    return run("smoe", "table", dataset, cwd=cwd, **folders | environment).stdout
+    """What ``scripts/table.sh DATASET`` prints."""
+    return recipe(cwd, "table", dataset, **environment).stdout
 
 
 def commands(result: subprocess.CompletedProcess, program: str) -> list[list[str]]:
@@ -255,7 +256,8 @@ def test_data_set_file_with_an_unknown_key(tmp_path):
 
 def prepare_from(tmp_path: Path, raw: Path, *flags: str) -> subprocess.CompletedProcess:
     given = write_dataset(tmp_path / "configs", "tiny", pairs=["en-fr"], raw={})
-    return recipe(tmp_path, "prepare", "tiny", *flags, RAW=str(raw), **given)
+    words, given = ("prepare", "tiny", *flags), surroundings() | given | {"RAW": str(raw)}
+    return run_step(*words, cwd=tmp_path, **given)  # of which a process of its own learns subwords
 
 
 def test_parallel_text_too_short_to_split(tmp_path):

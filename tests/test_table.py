@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import sacrebleu
 import torch
-from commands import run
+from commands import refused, run, step_here
 from test_recipes import write_dataset
 
 from smoe_fairseq.recipes.compare.statistics import permutation_p
@@ -31,23 +31,17 @@ M15_CLASSES = {
 }
 
 
-def table(folder: Path, *words: str, check=True, configs: str = str(ROOT / "configs"), **more):
-    return run(
-        *("smoe", "table", *words),
-        check=check,
-        cwd=folder,
-        CONFIG_DIR=configs,
-        DATA_DIR=str(folder / "data"),
-        RUN_DIR=str(folder / "runs"),
-        **more,
-    )
+def table(folder: Path, *words: str, check=True, configs: str = str(ROOT / "configs")):
+    """``smoe table WORDS``, in this process; ``stdout`` holds stderr too."""
+    folders = {"DATA_DIR": str(folder / "data"), "RUN_DIR": str(folder / "runs")}
+    result = step_here("table", *words, cwd=folder, CONFIG_DIR=configs, **folders)
+    result.stdout += result.stderr
+    assert result.returncode == 0 or not check, result.stdout
+    return result
 
 
 def refusal(folder: Path, *words: str) -> str:
-    result = table(folder, *words, check=False)
-    assert result.returncode == 1 and "Traceback" not in result.stdout
-    (sentence,) = [line for line in result.stdout.splitlines() if line.startswith("error: ")]
-    return sentence
+    return refused(table(folder, *words, check=False))
 
 
 def write_scores(folder: Path, scores: dict[str, float], signature=SIGNATURE, **signatures):
@@ -411,9 +405,9 @@ def test_spbleu_is_compared_with_the_tokenizer_of_its_scores(two_systems, prepar
     own = {"pairs": ["en-de"], "raw": {}, "train": {"arch": "smoe_transformer_tiny"}}
     write_dataset(folder / "c", "multi30k", **own, sacrebleu={"tokenize": "flores101"})
     words = ("multi30k", "--metric", "spbleu", "--compare", "dense", "moe", "--format", "csv")
-    given = {"configs": str(folder / "c"), "SACREBLEU": str(folder)}
-    nowhere = dict.fromkeys(("http_proxy", "https_proxy"), "http://127.0.0.1:9")  # no download
-    lines = table(folder, *words, fresh=True, **given, **nowhere).stdout.splitlines()
+    given = {"CONFIG_DIR": str(folder / "c"), "SACREBLEU": str(folder)}
+    given |= dict.fromkeys(("http_proxy", "https_proxy"), "http://127.0.0.1:9")  # no download
+    lines = run("smoe", "table", *words, cwd=folder, fresh=True, **given).stdout.splitlines()
     (row,) = (line for line in lines if line.startswith("en-de"))
     assert float(row.split(",")[4]) < 0.01
 
