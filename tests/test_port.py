@@ -6,6 +6,7 @@ import subprocess
 import sys
 from argparse import Namespace
 from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import replace
 
 import pytest
 from commands import touch_binarised
@@ -43,62 +44,30 @@ def test_port_in_use_and_interface_that_is_missing_are_named(monkeypatch, interf
             launch.distributed_main(0, None, None, {})
 
 
-@pytest.fixture
-def taken(monkeypatch):
-    """A port of this machine on which a program listens that never answers."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-        monkeypatch.setenv("MASTER_PORT", str(port))
-        monkeypatch.setattr(launcher, "TIMEOUT_SECONDS", 1)
-        yield port
-
-
-def trained(tmp_path, monkeypatch, status: int | None = None) -> list[str]:
-    """What ``scripts/train.sh`` would run on two machines; its training ends with a status."""
+def test_port_that_torchrun_would_wait_at_is_named_before(tmp_path, monkeypatch):
+    """But not that of another machine, nor on a machine that joins a run."""
     started = []
-
-    def run(lines, *_):
-        started.extend(line for line in map(str, lines) if " --rdzv-endpoint " in line)
-        if status is not None:
-            raise SystemExit(status)
-
     monkeypatch.chdir(tmp_path)
     touch_binarised(tmp_path, "multi30k")
-    monkeypatch.setattr(train, "run", run)
-    settings = Settings.read({"NODES": "2", "GPUS": "0"})
-    train.train(load_dataset("multi30k", settings), "moe", ["--no-save"])
-    return started
+    monkeypatch.setattr(train, "run", lambda lines, *_: started.extend(map(str, lines)))
 
+    def trained(**variables: str) -> None:
+        settings = Settings.read({"NODES": "2", "GPUS": "0"})
+        settings = replace(settings, variables=settings.variables | variables)
+        train.train(load_dataset("multi30k", settings), "moe", ["--no-save"])
 
-def test_port_that_torchrun_would_wait_at_is_named_before(tmp_path, monkeypatch, taken):
-    with pytest.raises(
-        UsageError, match=f"^MASTER_PORT {taken} is in use by another program on this"
-    ):
-        trained(tmp_path, monkeypatch)
-
-
-def test_port_of_another_torchrun_is_named_when_training_has_failed(tmp_path, monkeypatch):
-    from torch.distributed import TCPStore
-
-    store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-    monkeypatch.setenv("MASTER_PORT", str(store.port))
-    (words,) = trained(tmp_path, monkeypatch)
-    assert f"--rdzv-endpoint localhost:{store.port} " in words
-    with pytest.raises(UsageError, match=f"^MASTER_PORT {store.port} is in use"):
-        trained(tmp_path, monkeypatch, status=1)
-    with pytest.raises(SystemExit, match="143"):  # somebody has stopped it
-        trained(tmp_path, monkeypatch, status=143)
-
-
-def test_port_that_is_free_or_of_another_machine(tmp_path, monkeypatch, taken):
-    monkeypatch.setenv("MASTER_ADDR", "192.0.2.1")  # of no machine
-    launcher.check_port(Launch("torchrun", 2, 1, settings=Settings.read()))
-    with pytest.raises(SystemExit, match="1"):
-        trained(tmp_path, monkeypatch, status=1)
-    monkeypatch.delenv("MASTER_ADDR")
     with socket.create_server(("127.0.0.1", 0)) as server:
-        monkeypatch.setenv("MASTER_PORT", str(server.getsockname()[1]))
-    launcher.check_port(Launch("torchrun", 2, 1, settings=Settings.read()))
+        taken = str(server.getsockname()[1])
+        with pytest.raises(UsageError, match=f"^MASTER_PORT {taken} is in use by another program"):
+            trained(MASTER_PORT=taken)
+        assert not started
+        trained(MASTER_PORT=taken, MASTER_ADDR="192.0.2.1")  # of no machine
+        monkeypatch.setattr(train.identity, "is_joined", lambda _: True)
+        trained(MASTER_PORT=taken)
+    assert f"--rdzv-endpoint localhost:{taken} " in started[-1]
+    monkeypatch.undo()
+    monkeypatch.setenv("MASTER_PORT", taken)
+    launcher.check_port(Launch("torchrun", 2, 1, settings=Settings.read()))  # free now
 
 
 @pytest.mark.parametrize("port", ["0", "65536", "x"])

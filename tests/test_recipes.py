@@ -30,7 +30,7 @@ def recipe(
     environment = surroundings(fresh) | {"CONFIG_DIR": str(ROOT / "configs")} | environment
     if not fresh and script in RECIPES:
         dry = environment.get("DRY_RUN") or "--dry-run" in words
-        start = step_here if dry or script in ("prepare", "report", "table") else run_step
+        start = step_here if dry or script in ("prepare", "table") else run_step
         return start(script, *words, cwd=cwd, **environment)
     return subprocess.run(
         [ROOT / "scripts" / f"{script}.sh", *words],

@@ -2,18 +2,14 @@
 
 import os
 import socket
-import threading
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
-from datetime import timedelta
 
 from smoe_fairseq.errors import UsageError
 from smoe_fairseq.recipes.processes import PYTHON
 from smoe_fairseq.recipes.settings import Settings
 
 LAUNCHERS = ("plain", "torchrun", "slurm")
-TIMEOUT_SECONDS = 5  # for a torchrun to answer at its port
 
 
 @dataclass(frozen=True)
@@ -114,48 +110,19 @@ def visible_gpus(count: int) -> list[str]:
     return (names or [str(i) for i in range(count)])[:count]
 
 
-# The port at which the machines of a run connect: ``MASTER_ADDR`` and ``MASTER_PORT``. It is checked first,
-# because torchrun waits for minutes or forever if another program uses it.
+def check_port(launch: Launch) -> None:
+    """Raise UsageError if a program uses the port at which the machines connect on this machine.
 
-
-def check_port(launch: Launch, torchrun: bool = True) -> None:
-    """Raise UsageError if another program uses the port on this machine.
-
-    torchrun: whether a torchrun may use it, such as one that runs another node on this machine.
+    torchrun would wait at it for minutes or forever.
     """
     address, port = launch.endpoint
-    if _is_used(address, port) and not (torchrun and _is_torchrun(address, port)):
-        used = f"MASTER_PORT {port} is in use by another program on this machine"
-        raise UsageError(f"{used}: set it to a free port, the same on all machines")
-
-
-def _is_used(address: str, port: int) -> bool:
-    """Whether the address is of this machine, and a program listens on the port."""
     try:
         socket.create_server((address, 0)).close()
     except OSError:  # the address of another machine
-        return False
+        return
     dual = {"family": socket.AF_INET6, "dualstack_ipv6": True}
     try:
         socket.create_server(("", port), **dual if socket.has_dualstack_ipv6() else {}).close()
     except OSError:
-        return True
-    return False
-
-
-def _is_torchrun(address: str, port: int) -> bool:
-    from torch.distributed import TCPStore
-
-    answered = []
-
-    def ask() -> None:
-        limit = timedelta(seconds=TIMEOUT_SECONDS)
-        with suppress(RuntimeError):
-            TCPStore(address, port, is_master=False, timeout=limit, wait_for_workers=False)
-            answered.append(True)
-
-    # In a thread, because a program that never answers blocks for longer than torch's timeout.
-    thread = threading.Thread(target=ask, daemon=True)
-    thread.start()
-    thread.join(TIMEOUT_SECONDS + 1)
-    return bool(answered)
+        used = f"MASTER_PORT {port} is in use by another program on this machine"
+        raise UsageError(f"{used}: set it to a free port, the same on all machines") from None

@@ -90,14 +90,14 @@ def train(dataset: Dataset, method: str, flags: Sequence[str], force_resume: boo
         wait = f"# the {machines} machines wait for one another at {met} for up to ten minutes"
         notes += [f"{wait}; MASTER_ADDR is the first one's address, on all of them"]
     if not dataset.settings.dry_run:
-        if launch.uses_master_port:
-            check_port(launch)
         run_identity = (method, folders.binary, [*words, *started], launch.processes)
         if not identity.claim(*run_identity, force_resume, machines):
             limits = " or ".join(identity.limits(flag_values(words))) or "--max-update"
             advice = f"give a larger {limits} to continue, or another --seed for another run"
             print(f"{folder} is trained already, to the requested limits: {advice}")
             return
+        if launch.uses_master_port and not identity.is_joined(folder):
+            check_port(launch)
     _run_lines(dataset, launch, words, start, notes, upcycle)
 
 
@@ -270,9 +270,6 @@ def _run(lines: Sequence[str], folder: Path, launch: Launch, log: Path) -> None:
         run(lines, launch.settings, screen_variables())
     except (SystemExit, CommandError) as ended:
         stopped = isinstance(ended, CommandError) or ended.code >= 128  # by a signal
-        if launch.uses_master_port and not stopped:
-            # Perhaps ours waited in vain, because another run's torchrun uses the port.
-            check_port(launch, torchrun=False)
         if not stopped and not (log.is_file() and STARTED_LINE in log.read_bytes()[logged:]):
             raise
         how = f"without {folder}/checkpoint_last.pt the same command starts again"
