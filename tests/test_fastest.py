@@ -58,7 +58,8 @@ def test_a_file_that_cannot_be_used(clock, content):
         fastest.MEMORY.write_text(content)
     assert fastest.fastest(clock.kinds(a=1.0, b=0.5), WEIGHT) == "b"
     if content is not None:
-        assert [*json.loads(fastest.MEMORY.read_text()).values()] == [{"512x256": "b"}]
+        found = json.loads(fastest.MEMORY.read_text())
+        assert [each for key, each in found.items() if key.endswith(": 512x256")] == ["b"]
 
 
 def test_a_row_of_a_plain_layer_does_not_depend_on_the_others():

@@ -1,11 +1,9 @@
 """`SMoETransformerModel.from_pretrained(RUN).translate([...])` and what needs no flag with a checkpoint."""
 
-import copy
 import importlib.util
 import math
 import multiprocessing
 import os
-import pickle
 import re
 import shutil
 import sys
@@ -22,7 +20,6 @@ from test_training import train as train_smoe
 
 from smoe_fairseq.errors import UsageError
 from smoe_fairseq.models import SMoETransformerModel
-from smoe_fairseq.translate.load import TrainedModel
 from smoe_fairseq.translate.readout import Hypothesis, Translation, joined
 from smoe_fairseq.translate.sentences import divide, split_sentences
 from smoe_fairseq.translate.text import BatchTranslator, in_threads
@@ -251,12 +248,6 @@ def test_what_a_program_gives_is_looked_at(model):
     assert model.translate("1 2", beam=np.int64(2), source_lang="fr", lenpen=np.float64(1.0))
     with pytest.raises(UsageError, match="empty"):
         SMoETransformerModel.from_pretrained([])
-
-
-@pytest.mark.parametrize("copied", [copy.deepcopy, pickle.dumps])
-def test_copies_of_a_loaded_model_are_refused(model, copied):
-    with pytest.raises(UsageError, match="from_pretrained"):
-        copied(model)
 
 
 def test_a_sentence_that_is_too_long_is_divided_or_named(model):
@@ -568,24 +559,3 @@ def test_training_on_from_another_model_has_fairseqs_sentence(post_norm, corpus,
     assert result.returncode == 1
     words = f"error: Cannot load model parameters from checkpoint {post_norm}; please ensure that"
     assert words in result.stdout
-
-
-@pytest.mark.soak
-def test_convolutions_of_fairseq_take_any_beam(corpus, tmp_path):
-    """fairseq fixes the beam as it loads the model; here each call chooses it."""
-    sizes = ("--arch", "fconv", "--encoder-embed-dim", 16, "--decoder-embed-dim", 16)
-    sizes += ("--encoder-layers", "[(16, 3)]", "--decoder-layers", "[(16, 3)]")
-    sizes += ("--decoder-out-embed-dim", 16, "--optimizer", "nag", "--lr", 0.1, "--clip-norm", 0.1)
-    words = ("--save-dir", tmp_path, "--max-tokens", 400, "--max-epoch", 3, "--cpu", *sizes)
-    run("fairseq-train", corpus, *words)
-    path = tmp_path / "checkpoint_best.pt"
-    model = TrainedModel.of_run(path, data=str(corpus))
-    model.task.load_dataset("test")
-    sources = [*model.task.dataset("test").src]
-    for beam in (1, 3):
-        expected = hypotheses(
-            run("fairseq-generate", *generation(corpus, path), "--beam", beam).stdout
-        )
-        found = model.generate(sources, beam=beam, max_len_b=12)
-        words = [model.tgt_dict.string(best["tokens"]) for best, *_ in found]
-        assert words == [expected[number][1] for number in range(len(sources))]

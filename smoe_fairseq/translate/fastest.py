@@ -37,12 +37,14 @@ def fastest(kinds: Mapping[str, Callable], weight_OI: Tensor) -> str:
     """
     if weight_OI.numel() < LEAST_WEIGHTS:
         return next(iter(kinds))
-    known, key = _remembered(), "x".join(map(str, weight_OI.shape))
+    known, key = _remembered(), f"{_machine()}: {'x'.join(map(str, weight_OI.shape))}"
     if known.get(key) not in list(kinds):
         known[key] = _measured(
             {name: kind(weight_OI, None) for name, kind in kinds.items()}, weight_OI
         )
-        _remember(known)
+        with suppress(OSError, UsageError):  # a folder that cannot be written, as in a container
+            MEMORY.parent.mkdir(parents=True, exist_ok=True)
+            write_whole(MEMORY, json.dumps(known | _file(), indent=1) + "\n")
     return known[key]
 
 
@@ -74,21 +76,12 @@ def _machine() -> str:
 
 @functools.cache
 def _remembered() -> dict[str, str]:
-    """The choices by shape; what is added to them stays for this process."""
-    return dict(_file().get(_machine(), {}))
+    """The choices by machine and shape; what is added to them stays for this process."""
+    return _file()
 
 
-def _file() -> dict[str, dict[str, str]]:
+def _file() -> dict[str, str]:
     with suppress(OSError, ValueError):
         content = json.loads(MEMORY.read_text())
-        if isinstance(content, dict) and all(isinstance(each, dict) for each in content.values()):
-            return content
+        return content if isinstance(content, dict) else {}
     return {}
-
-
-def _remember(choices: dict[str, str]) -> None:
-    content = _file()
-    content[_machine()] = choices | content.get(_machine(), {})
-    with suppress(OSError, UsageError):  # a folder that cannot be written, such as in a container
-        MEMORY.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(MEMORY, json.dumps(content, indent=1) + "\n")
