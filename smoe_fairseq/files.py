@@ -120,12 +120,9 @@ def whole_files(
 
 def _rename_to_new(partial: str, path: str) -> None:
     """Rename a file; raises OSError if ``path`` exists."""
-    try:
-        os.link(partial, path)
-    except OSError as error:  # perhaps of a file system without hard links
-        if os.path.lexists(path):
-            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path) from error
-        os.rename(partial, path)
+    if os.path.lexists(path):
+        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path)
+    os.rename(partial, path)
 
 
 def _target(path: str) -> str:

@@ -285,8 +285,10 @@ def test_what_cannot_be_written_is_known_before_the_work(run_of_one, tmp_path, m
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
-def test_memory_holds_one_sum_and_one_checkpoint(run_of_two, tmp_path, monkeypatch):
-    """Of a set, whose experts are copied: the one before has gone when the next is read."""
+def test_memory_holds_one_sum_and_one_checkpoint(run_of_one, tmp_path, monkeypatch):
+    """Of sets, whose experts are copied: the one before has gone when the next is read."""
+    for name in names((1, 2, 3)):
+        call("reshard", run_of_one / name, "--world-size", 2, "--output", tmp_path / name)
     alive, original = [], sets.weights_of
 
     def weights_of(path):
@@ -296,5 +298,5 @@ def test_memory_holds_one_sum_and_one_checkpoint(run_of_two, tmp_path, monkeypat
         return state
 
     monkeypatch.setattr(sets, "weights_of", weights_of)
-    average.average([run_of_two / name for name in names((1, 2, 3))])
+    average.average([tmp_path / name for name in names((1, 2, 3))])
     assert len(alive) == 3

@@ -55,7 +55,7 @@ assert "smoe_fairseq.compat" in sys.modules and "smoe_fairseq" not in sys.module
         soak("import smoe_fairseq.models.transformer"),
         soak("import smoe_fairseq.criterions"),
         soak("import smoe_fairseq, fairseq; user_dir()"),
-        "import importlib.util as i, smoe_fairseq; i.find_spec('fairseq'); import fairseq",
+        soak("import importlib.util as i, smoe_fairseq; i.find_spec('fairseq'); import fairseq"),
         "import fairseq; user_dir(); import smoe_fairseq; user_dir()",
     ],
 )

@@ -21,9 +21,8 @@ from commands import (
     without,
 )
 from sampling import soak
-from test_expert_parallel import flags
 from test_expert_parallel_checkpoints import call, refusal
-from test_family_training import member_flags
+from test_golden import unpack_checkpoints
 from test_malicious_checkpoints import older
 from test_training import PLUGIN
 from test_training import train as train_smoe
@@ -242,31 +241,25 @@ def test_modules_alone_run_the_blocks(small_corpus, sparse, tmp_path):
     assert torch.equal(torch.load(tmp_path / "y.pt"), x)
 
 
-def test_a_hash_gate_takes_its_table_from_the_weights(ranks, small_corpus, tmp_path):
-    words = member_flags("hash", small_corpus, tmp_path / "run", "--max-update", 1)
-    ranks.train(tmp_path / "run", 1, *words, one=True)
-    output = tmp_path / "model.safetensors"
-    tensors, content = exported(tmp_path / "run/checkpoint_last.pt", output)
+def test_a_hash_gate_takes_its_table_from_the_weights(tmp_path):
+    unpack_checkpoints(tmp_path)
+    tensors, content = exported(tmp_path / "hash.pt", tmp_path / "model.safetensors")
     prefix, arguments = next(iter(content["blocks"].items()))
     block = StratifiedMoE(**arguments, hash_table=tensors[f"{prefix}.gates.0.table"])
     own = {n.removeprefix(f"{prefix}."): t for n, t in tensors.items() if n.startswith(prefix)}
     block.load_state_dict(own)
 
 
-def test_a_set_of_several_processes_and_a_stock_model(ranks, small_corpus, pre_norm, tmp_path):
-    more = ("--expert-parallel", "--max-update", 1)
-    ranks.train(tmp_path / "run", 2, *flags(small_corpus, tmp_path / "run", *more))
-    last = tmp_path / "run/checkpoint_last.pt"
-    tensors, content = exported(last, tmp_path / "set.safetensors")
-    prefix = next(iter(content["blocks"]))
-    arguments = content["blocks"][prefix]
-    assert len(tensors[f"{prefix}.experts.w1"]) == StratifiedMoE(**arguments).strata.num_experts
+def test_a_set_of_several_ranks_and_a_stock_model(sparse, pre_norm, tmp_path):
+    call("reshard", sparse, "--world-size", 2, "--output", tmp_path / "set.pt")
+    tensors, _ = exported(tmp_path / "set.pt", tmp_path / "set.safetensors")
+    expected, _ = exported(sparse, tmp_path / "one.safetensors")
+    assert tensors.keys() == expected.keys()
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in tensors.items())
     tensors, content = exported(pre_norm, tmp_path / "stock.safetensors")
     assert content["blocks"] == {} and content["model"]["moe_freq"] == 0
-    assert torch.equal(
-        tensors["encoder.layers.1.fc1.weight"],
-        load(pre_norm)["model"]["encoder.layers.1.fc1.weight"],
-    )
+    name = "encoder.layers.1.fc1.weight"
+    assert torch.equal(tensors[name], load(pre_norm)["model"][name])
 
 
 def uninstall(monkeypatch, package: str) -> None:

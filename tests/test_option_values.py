@@ -124,7 +124,7 @@ def test_a_flag_that_cannot_be_parsed_is_named(corpus, given, named):
         ("{'smoe_exit_bais': 0.5}", "smoe_exit_bais"),
         ("{smoe_exit_bias: 0.5}", "{smoe_exit_bias"),
         ("not a dict", "not a dict"),
-        ("[1]", "[1]"),
+        soak("[1]", "[1]"),
     ],
 )
 def test_overrides_that_change_nothing_are_named(corpus, post_norm, given, named):

@@ -8,6 +8,7 @@ import pytest
 import torch
 from commands import refused, run, smoe, train
 from plain_loops import PADDING, D, make_block, make_input
+from sampling import soak
 from serving import JSON, Serving
 from test_recipes import ROOT, recipe, table
 
@@ -50,7 +51,7 @@ def test_parts_that_are_not_registered_are_named():
     assert said.returncode == 2 and "SMOE_PLUGINS" in said.stderr
 
 
-@pytest.mark.parametrize("term", ["None", "0.5", "stats.balance_loss.expand(2)"])
+@pytest.mark.parametrize("term", [soak("None"), soak("0.5"), "stats.balance_loss.expand(2)"])
 def test_a_loss_that_is_no_scalar_is_named(small_corpus, tmp_path, term):
     register = "from smoe_fairseq.modules.losses import register_loss\n@register_loss('mine')\n"
     (tmp_path / "own.py").write_text(f"{register}def mine(block, stats):\n    return {term}\n")
@@ -91,7 +92,7 @@ def test_a_run_is_trained_evaluated_and_tabled_with_its_flops(trained):
     assert costs[0] == costs[1]  # top-2 each
 
 
-def test_commands_read_the_checkpoint_if_the_plugin_is_named(trained, monkeypatch):
+def test_commands_read_the_checkpoint_if_the_plugin_is_named(trained, monkeypatch, balancing):
     folder, _ = trained
     path, gates = "runs/phrasebook/balanced", str(folder / "configs/gates/balancing.py")
     best = f"{path}/checkpoint_best.pt"
@@ -103,7 +104,8 @@ def test_commands_read_the_checkpoint_if_the_plugin_is_named(trained, monkeypatc
         ),
         (["export", path, "--to", "huggingface", "--output", "hf"], "hf/config.json"),
     ):
-        run("smoe", *words, cwd=folder, SMOE_PLUGINS=gates)
+        monkeypatch.chdir(folder)
+        smoe(*words)
         assert (folder / made).exists()
     words = ("translate", path, "--from", "eng", "--to", "nso")
     refused(run("smoe", *words, check=False, cwd=folder), "balancing")

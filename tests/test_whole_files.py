@@ -76,11 +76,8 @@ def test_a_folder_that_is_missing_is_named(tmp_path):
         write_whole(tmp_path / "none/a", "text")
 
 
-@pytest.mark.parametrize("has_links", [True, False])
-def test_what_appeared_meanwhile_is_not_replaced(tmp_path, monkeypatch, has_links):
+def test_what_appeared_meanwhile_is_not_replaced(tmp_path):
     """Whether something is there is asked when the work is done, not only before it."""
-    if not has_links:  # as FAT has none
-        monkeypatch.setattr(os, "link", full)
     with pytest.raises(UsageError, match="^--output x "):
         with whole_files([tmp_path / "a", tmp_path / "b"], "--output x", replace=False) as partials:
             for partial in partials:

@@ -20,7 +20,7 @@ from smoe_fairseq.checkpoints.trained_with import dictionary_mismatch
 from smoe_fairseq.compat.patches_training import STOCK_LAYER_COPIES
 from smoe_fairseq.errors import UsageError
 from smoe_fairseq.files import read_plain, whole_folder
-from smoe_fairseq.forms import IDENTITY, SCORES, read_json
+from smoe_fairseq.forms import SCORES, read_json
 from smoe_fairseq.models.options import SMoETransformerConfig
 from smoe_fairseq.modules.losses import parse_weights
 from smoe_fairseq.subwords import checked_subwords, has_nmt_pieces
@@ -84,8 +84,8 @@ def write_huggingface(run: Path, output: Path, force: bool, half: bool, data: Pa
         config.save_pretrained(partial)
         if text is not None:
             text.write(partial, options["max_source_positions"])
-            example = text.example(*task.lang_pairs[0].split("-"))
-            card = _card(output, path, *_trained(task.lang_pairs, "dense"), "", *example)
+            pairs = [pair.split("-") for pair in task.lang_pairs]
+            card = _card(output, path, pairs, "dense", "", *text.example(*pairs[0]))
         else:
             tokenizer = _tokenizer_of(path, state, task, config, partial)
             language = tokenizer.tgt_lang
@@ -235,34 +235,27 @@ def _tokenizer_of(path: Path, state: Mapping, task, config, folder: Path):
     )
 
 
-def _example(config, tokenizer) -> tuple[list[str], str, str, str, str]:
-    """The arguments of `_card` from ``languages`` on, for a model of ours."""
+def _example(config, tokenizer) -> tuple[list[list[str]], str, str, str, str]:
+    """The arguments of `_card` from ``pairs`` on, for a model of ours."""
+    pairs = [pair.split("-") for pair in tokenizer.lang_pairs]
+    if len(pairs) == 1:  # codes may have hyphens
+        pairs = [[tokenizer.src_lang, tokenizer.tgt_lang]]
     strata = sorted({str(block["strata"]) for block in config.moe_blocks.values()})
     kind = f"{len(config.moe_blocks)} MoE layers, strata {', '.join(strata)}" if strata else "dense"
-    languages, kind = _trained(tokenizer.lang_pairs, kind)
-    first = tokenizer.lang_pairs[0].split("-")
-    if len(tokenizer.lang_pairs) == 1:  # codes may have hyphens
-        languages = first = [tokenizer.src_lang, tokenizer.tgt_lang]
     before = "import smoe_fairseq.huggingface  # makes the Auto classes know the model\n"
     before += "".join(f"import {module}\n" for module in dict.fromkeys(config.plugins.values()))
     choice = forced = ""
     if tokenizer.language_tokens:
-        choice = 'tokenizer.src_lang, tokenizer.tgt_lang = "{}", "{}"\n'.format(*first)
+        choice = 'tokenizer.src_lang, tokenizer.tgt_lang = "{}", "{}"\n'.format(*pairs[0])
     if tokenizer.decoder_langtok:
         forced = ", forced_bos_token_id=tokenizer.get_lang_id(tokenizer.tgt_lang)"
-    return languages, kind, before, choice, forced
-
-
-def _trained(pairs: list[str], kind: str) -> tuple[list[str], str]:
-    """The languages of some directions, and the kind of a model with the directions, if they are few."""
-    languages = sorted({language for pair in pairs for language in pair.split("-")})
-    return languages, f"{kind}; {', '.join(pairs)}" if len(pairs) <= 20 else kind
+    return pairs, kind, before, choice, forced
 
 
 def _card(
     output: Path,
     checkpoint: Path,
-    languages: list[str],
+    pairs: list[list[str]],
     kind: str,
     before: str,
     choice: str,
@@ -271,10 +264,14 @@ def _card(
     """The model card: what the folder is, how to load it, and the run's scores.
 
     Args:
-        kind: of the model, and its directions.
+        pairs: source and target language of each direction.
+        kind: of the model.
         before, choice, forced: lines of the example that import and choose languages, and the argument of
             ``generate`` for the target language.
     """
+    languages = sorted({language for pair in pairs for language in pair})
+    if len(pairs) <= 20:
+        kind += f"; {', '.join(map('-'.join, pairs))}"
     head = [f"language: {json.dumps(languages)}", "library_name: transformers"]
     head += ["pipeline_tag: translation", "tags: [smoe-fairseq]"]
     return f"""---
@@ -294,7 +291,7 @@ model = AutoModelForSeq2SeqLM.from_pretrained("{output.name}")
 print(tokenizer.batch_decode(model.generate(**batch{forced}), skip_special_tokens=True))
 ```
 
-{_scores(checkpoint)}{_training(checkpoint.parent)}"""
+{_scores(checkpoint)}"""
 
 
 def _scores(path: Path) -> str:
@@ -319,13 +316,3 @@ def _scores(path: Path) -> str:
     names = ["direction", "BLEU", *others, "sentences"]
     table = "\n".join([f"| {' | '.join(names)} |", "|---" * len(names) + "|", *rows])
     return f"Scores of `{checkpoint}`, with `{search}`:\n\n{table}\n\n{'; '.join(signatures)}\n"
-
-
-def _training(run: Path) -> str:
-    """The flags with which a recipe trained the run; empty if no recipe did."""
-    try:
-        flags = read_json(run / "identity.json", IDENTITY)["flags"]
-    except UsageError:
-        return ""
-    lines = [f"{name} {value}".rstrip() for name, value in flags.items()]
-    return "\n".join(["\nHow it was trained:\n", "```", *lines, "```", ""])

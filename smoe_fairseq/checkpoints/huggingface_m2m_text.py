@@ -3,7 +3,6 @@
 import re
 from collections import Counter
 from collections.abc import Mapping
-from itertools import zip_longest
 from pathlib import Path
 
 from torch import Tensor
@@ -157,12 +156,7 @@ def _nllb(folder: Path, settings: Mapping) -> tuple[list[str], dict[int, str], b
         model, subwords = read_subwords(file), read_plain(file)
         pieces = FIRST + [model.id_to_piece(i) for i in range(3, model.get_piece_size())]
         if tokenizer.exists() and pieces != words:
-            number = next(
-                i for i, pair in enumerate(zip_longest(pieces, words)) if len({*pair}) > 1
-            )
-            raise UsageError(
-                f"{file} and {tokenizer.name} differ in token {number}; expected equal ones"
-            )
+            raise UsageError(f"{file} and {tokenizer.name} differ; expected the same tokens")
         if not tokenizer.exists():
             words = pieces
             tokens = {i: token for i, token in _added(folder, settings).items() if i >= len(words)}

@@ -140,19 +140,23 @@ def other_flags(content: Mapping, task) -> dict[str, str]:
     config = content.get("cfg")
     saved = values_of(content.get("args") if config is None else config.get("task"))
     current = values_of(getattr(task, "cfg", None) or getattr(task, "args", None))
-    flags = {}
     if not saved or not current:
-        return flags
-    for name in ("task", "langs", *sorted(LANGUAGE_TOKENS)):
-        before, now = (
-            (each.get("_name") or each.get(name)) if name == "task" else each.get(name)
-            for each in (saved, current)
-        )
-        if (before or None) != (now or None):
-            flags[name] = _as_flag(name, before)
+        return {}
+    names = ("langs", *sorted(LANGUAGE_TOKENS))
+    before, now = (
+        {"task": each.get("_name") or each.get("task"), **{name: each.get(name) for name in names}}
+        for each in (saved, current)
+    )
+    flags = _differing(before, now)
     if flags.keys() & {"encoder_langtok", "decoder_langtok"} or not saved.get("langtoks"):
         flags.pop("langtoks", None)  # fairseq sets it by these
     return flags
+
+
+def _differing(before: Mapping, now: Mapping) -> dict[str, str]:
+    """The flags that set the options of ``before``, where ``now`` has other values."""
+    differing = [name for name in before if (before[name] or None) != (now[name] or None)]
+    return {name: _as_flag(name, before[name]) for name in differing}
 
 
 def _as_flag(name: str, value) -> str:
@@ -174,14 +178,12 @@ def flags_of_other_state(content: Mapping, config: Mapping) -> list[str]:
     Args:
         config: fairseq's ``FairseqConfig`` of a run.
     """
-    flags, both = [], (content.get("cfg") or {}, config)
-    for group in _GROUPS:
-        before, now = (values_of(each.get(group)).get("_name") for each in both)
-        if before and before != now:
-            flags.append(_as_flag(group, before))
-    for group, names in _SWITCHES.items() if both[0] else ():
-        for name in names:
-            before, now = (values_of(each.get(group)).get(name) for each in both)
-            if bool(before) != bool(now):
-                flags.append(_as_flag(name, bool(before)))
-    return flags
+    both = (content.get("cfg") or {}, config)
+    if not both[0]:
+        return []
+    before, now = (
+        {group: values_of(each.get(group)).get("_name") for group in _GROUPS}
+        | {n: values_of(each.get(g)).get(n) for g, names in _SWITCHES.items() for n in names}
+        for each in both
+    )
+    return [f for name, f in _differing(before, now).items() if before[name] or name not in _GROUPS]
