@@ -16,6 +16,11 @@ def flag_of(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
+def with_value(name: str, value) -> str:
+    """The flag that sets an option to a value; True: a flag without a value."""
+    return flag_of(name) if value is True else f"{flag_of(name)} {value}"
+
+
 def add_flag(parser, name: str, metavar: str | None, text: str, kind=None, default=None) -> None:
     """Add a flag with a value to a parser or a group; its help ends with the default, if there is one."""
     text += f"; default: {default}" if default is not None else ""

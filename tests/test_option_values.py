@@ -13,14 +13,10 @@ REFUSED = """
     --seed 4294967296
     --num-workers -1
     --log-interval 0
-    --adam-betas (1,2)
     --adam-betas x
     --update-freq 1,-1
     --update-freq []
     --lr []
-    --optimizer adamax --adamax-betas 5
-    --optimizer-overrides 3
-    --eval-bleu-args [1]
     --distributed-world-size 0
     --max-tokens -1
     --max-update -1
@@ -124,13 +120,11 @@ def test_a_flag_that_cannot_be_parsed_is_named(corpus, given, named):
         ("{'smoe_exit_bais': 0.5}", "smoe_exit_bais"),
         ("{smoe_exit_bias: 0.5}", "{smoe_exit_bias"),
         ("not a dict", "not a dict"),
-        soak("[1]", "[1]"),
     ],
 )
 def test_overrides_that_change_nothing_are_named(corpus, post_norm, given, named):
     words = [*generation(corpus, post_norm), "--user-dir", PLUGIN, "--model-overrides", given]
-    fresh = given == "[1]"  # once as a shell starts it: the patches come while it is being imported
-    refused(run("fairseq-generate", *words, check=False, fresh=fresh), f"--model-overrides {named}")
+    refused(run("fairseq-generate", *words, check=False), f"--model-overrides {named}")
     words = ["--path", post_norm, *words[words.index("--cpu") :], "--max-tokens", 300]
     refused(run("fairseq-validate", corpus, *words, check=False), f"--model-overrides {named}")
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from smoe_fairseq.checkpoints.reading import check_plugins, values_of
 from smoe_fairseq.errors import UsageError, naming_file
-from smoe_fairseq.flags import flag_of
+from smoe_fairseq.flags import with_value
 from smoe_fairseq.models.checks import as_loaded
 from smoe_fairseq.models.options import SMoETransformerConfig
 from smoe_fairseq.models.transformer import SMoETransformerModel
@@ -83,7 +83,7 @@ def refuse_options(path: Path, values: Mapping, names: Iterable[str]) -> None:
     """Raise UsageError if one of these options of a checkpoint is set."""
     for name in names:
         if values.get(name):
-            flag = flag_of(name) if values[name] is True else f"{flag_of(name)} {values[name]}"
+            flag = with_value(name, values[name])
             raise UsageError(f"{path} was trained with {flag}; expected a model without it")
 
 

@@ -10,7 +10,7 @@ from smoe_fairseq.checkpoints.reading import check_finite, check_plugins, conten
 from smoe_fairseq.compat.replacing import replaces
 from smoe_fairseq.compat.safe_load import evaluate
 from smoe_fairseq.errors import UsageError
-from smoe_fairseq.flags import flag_of
+from smoe_fairseq.flags import flag_of, with_value
 from smoe_fairseq.subwords import check_sum
 
 # Checksums of the dictionaries are saved in a checkpoint and compared when it is loaded.
@@ -161,8 +161,8 @@ def _differing(before: Mapping, now: Mapping) -> dict[str, str]:
 
 def _as_flag(name: str, value) -> str:
     """The flag that sets an option to a value."""
-    flag, shown = flag_of(name), ",".join(value) if isinstance(value, list) else value
-    return flag if value is True else f"{flag} {shown}" if value else f"no {flag}"
+    shown = ",".join(value) if isinstance(value, list) else value
+    return with_value(name, shown) if value else f"no {flag_of(name)}"
 
 
 _GROUPS = ("criterion", "optimizer", "lr_scheduler")

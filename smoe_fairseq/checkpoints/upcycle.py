@@ -26,7 +26,7 @@ from smoe_fairseq.checkpoints.model import (
 from smoe_fairseq.checkpoints.reading import saved_task, values_of
 from smoe_fairseq.compat.checkpoint_names import files_read
 from smoe_fairseq.errors import UsageError, quietly
-from smoe_fairseq.flags import flag_of
+from smoe_fairseq.flags import flag_of, with_value
 from smoe_fairseq.models.memory import check_fits
 from smoe_fairseq.models.options import SMoETransformerConfig, offer_gates
 from smoe_fairseq.modules.gates import GATES
@@ -67,7 +67,7 @@ def _check(path: Path, config: SMoETransformerConfig) -> None:
     check_pre_norm(path, config)
     for name, refused, why, expected in _rules(config):
         if refused:
-            shown = _shown(name, getattr(config, name))
+            shown = with_value(name, getattr(config, name))
             raise UsageError(f"{shown}: {why}; expected {expected}")
 
 
@@ -163,7 +163,7 @@ def run_upcycle(args: Namespace) -> None:
     layers = sum(name.endswith(".moe.experts.w1") for name in state["model"])
     sizes = size_flags(saved_options(Path(), state))
     sizes = [f"--{name}" if value is True else f"--{name} {value}" for name, value in sizes.items()]
-    words = " ".join([*sizes, *(_shown(name, value) for name, value in moe_options.items())])
+    words = " ".join([*sizes, *(with_value(name, value) for name, value in moe_options.items())])
     print(
         f"{args.output}: {layers} MoE layers, whose experts are copies of the FFNs of {args.path}"
     )
@@ -182,7 +182,7 @@ def _task_flags(state: Mapping) -> str:
         several = ("langs", "lang_pairs", "encoder_langtok", "decoder_langtok")
         flags |= {each: task[each] for each in several if task.get(each)}
     lists = {each: ",".join(x) if isinstance(x, list) else x for each, x in flags.items()}
-    return " ".join(_shown(each, value) for each, value in lists.items())
+    return " ".join(with_value(each, value) for each, value in lists.items())
 
 
 def size_flags(options: Mapping) -> dict:
@@ -193,7 +193,3 @@ def size_flags(options: Mapping) -> dict:
     return {
         flag_of(f"no_{n}" if v is False else n)[2:]: v is False or v for n, v in changed.items()
     }
-
-
-def _shown(name: str, value) -> str:
-    return flag_of(name) if value is True else f"{flag_of(name)} {value}"

@@ -4,12 +4,9 @@ For fairseq 0.12.2 on any Python. A negative ``--max-update`` saves an untrained
 never reached, and a mistyped ``--restore-file`` trains from the beginning.
 """
 
-import json
 import logging
 import math
 import os
-from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 
 from smoe_fairseq.errors import UsageError, nearest
@@ -17,7 +14,7 @@ from smoe_fairseq.errors import UsageError, nearest
 from .checkpoint_names import newest_checkpoint, rank_files
 from .patches import is_fairseq_command
 from .replacing import patches
-from .safe_load import check_exists, evaluate
+from .safe_load import check_exists
 
 logger = logging.getLogger(__name__)
 
@@ -35,14 +32,6 @@ _BOUNDS = {  # lowest and highest values of options, or of the elements if an op
     (-1e6, 1e6): "generation.lenpen generation.unkpen generation.temperature",
     (0, math.inf): "optimization.clip_norm optimization.lr optimization.stop_time_hours "
     "optimizer.adam_eps optimizer.weight_decay generation.max_len_a",
-}
-_DICTIONARIES = {  # how they are read: an example for a shell, and the options
-    evaluate: (
-        "\"{'name': 0.5}\"",
-        "common_eval.model_overrides checkpoint.optimizer_overrides lr_scheduler.epoch2lr "
-        "lr_scheduler.update2lr",
-    ),
-    json.loads: ("'{\"name\": 0.5}'", "task.eval_bleu_args task.eval_bleu_detok_args"),
 }
 
 
@@ -87,15 +76,6 @@ def check_options(cfg) -> None:
     window, sample = _value(cfg, "eval_lm.context_window"), _value(cfg, "task.tokens_per_sample")
     if window and window >= sample:
         raise UsageError(f"--context-window {window}: expected below --tokens-per-sample {sample}")
-    for option in ("adam_betas", "adamax_betas", "lamb_betas", "adafactor_eps"):
-        pair = _value(cfg, name := f"optimizer.{option}")
-        if pair is not None and not _is_pair(pair):
-            raise UsageError(f"{_flag(name)} {pair}: expected two numbers below 1, '(0.9, 0.98)'")
-    for read, (example, names) in _DICTIONARIES.items():
-        for name in names.split():
-            text = _value(cfg, name)
-            if isinstance(text, str) and not isinstance(_literal(text, read), dict):
-                raise UsageError(f"{_flag(name)} {text}: expected a dictionary, as {example}")
     subset = _value(cfg, "dataset.valid_subset")
     if _value(cfg, "dataset.combine_valid_subsets") and subset != "valid":
         raise UsageError(f"--valid-subset {subset}: --combine-valid-subsets expects valid")
@@ -170,17 +150,3 @@ def _value(cfg, name: str):
 
 def _flag(name: str) -> str:
     return "--" + name.partition(".")[2].replace("_", "-")
-
-
-def _literal(value: str, read: Callable = evaluate):
-    """The value of a literal; None if the text is not a literal."""
-    with suppress(ValueError):
-        return read(value)
-
-
-def _is_pair(value) -> bool:
-    try:
-        first, second = _literal(value) if isinstance(value, str) else value
-        return 0 <= first < 1 and 0 <= second < 1
-    except (TypeError, ValueError):
-        return False

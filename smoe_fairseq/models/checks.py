@@ -8,7 +8,7 @@ from contextvars import ContextVar
 import torch
 
 from smoe_fairseq.errors import UsageError
-from smoe_fairseq.flags import flag_of
+from smoe_fairseq.flags import flag_of, with_value
 from smoe_fairseq.models.options import (
     BLOCK_FLAGS,
     DecoderOptions,
@@ -212,8 +212,8 @@ def _check_effect(config: MoEOptions, has_experts: bool) -> None:
         value, default = getattr(config, name), getattr(MoEOptions, name)
         # Enumerations equal their defaults only as strings.
         if not has_experts and value != default and str(value) != str(default):
-            shown = flag_of(name) if value is True else f"{flag_of(name)} {value}"
-            raise ValueError(f"{shown} with --moe-freq 0, a model without experts: leave one out")
+            flag = with_value(name, value)
+            raise ValueError(f"{flag} with --moe-freq 0, a model without experts: leave one out")
     for side in config.SIDES:
         name = f"{side}_smoe_strata"
         if getattr(config, name) and not config.moe_freq_of(side):
