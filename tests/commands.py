@@ -9,6 +9,7 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
+from argparse import Namespace
 from contextlib import ExitStack
 from pathlib import Path
 from unittest import mock
@@ -227,6 +228,36 @@ def changed(source: Path, path: Path, change) -> Path:
     state = load(source)
     change(state)
     torch.save(state, path)
+    return path
+
+
+def untrained(source: Path, path: Path, data: Path, **options) -> Path:
+    """A checkpoint as ``source``, of a model with other options and random weights.
+
+    data: where its dictionaries are.
+    """
+    import torch
+    from fairseq.data import Dictionary
+
+    from smoe_fairseq.checkpoints.model import known_options, plain_config
+    from smoe_fairseq.models.transformer import SMoETransformerModel
+
+    class Task:
+        source_dictionary = Dictionary.load(str(data / "dict.src.txt"))
+        target_dictionary = Dictionary.load(str(data / "dict.tgt.txt"))
+
+    state = load(source)
+    options = known_options(source, state) | options
+    torch.manual_seed(2)
+    model = SMoETransformerModel.build_model(Namespace(**options), Task)
+    with torch.no_grad():
+        for parameter in model.parameters():  # also those that begin at 0 or 1
+            parameter += 0.1 * torch.randn_like(parameter)
+    state["cfg"]["model"] = plain_config(options)
+    for record in ("smoe_experts", "last_optimizer_state"):  # of the other model
+        state.pop(record, None)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    torch.save({**state, "model": model.state_dict()}, path)
     return path
 
 

@@ -18,6 +18,7 @@ from commands import (
     load,
     run,
     run_python,
+    untrained,
     without,
 )
 from sampling import soak
@@ -32,13 +33,12 @@ from smoe_fairseq.modules import StratifiedMoE
 
 
 @pytest.fixture(scope="module")
-def sparse(small_corpus, tmp_path_factory) -> Path:
+def mixed(sparse, small_corpus, tmp_path_factory) -> Path:
     """With other strata in the encoder than in the decoder, and what is no default."""
-    folder = tmp_path_factory.mktemp("sparse")
-    strata = ("--smoe-strata", "2-2", "--encoder-smoe-strata", 8, "--decoder-moe-freq", 1)
-    more = ("--moe-top-k", 2, "--moe-gate-normalization", "none", "--activation-fn", "geglu")
-    train_smoe(small_corpus, folder, *strata, *more, "--max-update", 2)
-    return folder / "checkpoint_last.pt"
+    options = {"smoe_strata": "2-2", "encoder_smoe_strata": "8", "decoder_moe_freq": 1}
+    options |= {"moe_top_k": 2, "moe_gate_normalization": "none", "activation_fn": "geglu"}
+    path = tmp_path_factory.mktemp("mixed") / "checkpoint_last.pt"
+    return untrained(sparse, path, small_corpus, **options)
 
 
 # fairseq's transformer
@@ -85,11 +85,11 @@ def test_fairseq_alone_validates_and_trains_on(small_corpus, dense, tmp_path):
     assert "done training" in process.stdout
 
 
-def test_what_is_no_stock_transformer_is_refused(sparse, pre_norm, tmp_path):
+def test_what_is_no_stock_transformer_is_refused(mixed, pre_norm, tmp_path):
     ask = ("--to", "fairseq", "--output", tmp_path / "x.pt")
-    assert f"{sparse} has experts: expected a dense" in refusal("export", sparse, *ask)
+    assert f"{mixed} has experts: expected a dense" in refusal("export", mixed, *ask)
     assert "holds fairseq's transformer already" in refusal("export", pre_norm, *ask)
-    path = changed(sparse, tmp_path / "old.pt", lambda state: state.update(older(state)))
+    path = changed(mixed, tmp_path / "old.pt", lambda state: state.update(older(state)))
     assert f"{path} has no cfg, " in refusal("export", path, *ask)
     assert list(contents(tmp_path)) == ["old.pt"]
 
@@ -138,10 +138,10 @@ def test_ctranslate2_takes_a_model_of_several_languages(ctranslate2, three_langu
     ctranslate2.Translator(str(tmp_path / "model")).translate_batch([["__bb__", words[4]]])
 
 
-def test_what_ctranslate2_has_not_is_refused(ctranslate2, dense, sparse, tmp_path):
+def test_what_ctranslate2_has_not_is_refused(ctranslate2, dense, mixed, tmp_path):
     ask = ("--to", "ctranslate2", "--output", tmp_path / "model")
-    sentence = refusal("export", sparse, *ask)
-    assert f"{sparse} has experts: expected a dense" in sentence
+    sentence = refusal("export", mixed, *ask)
+    assert f"{mixed} has experts: expected a dense" in sentence
     path = changed(
         dense,
         tmp_path / "mixed.pt",
@@ -183,9 +183,9 @@ def exported(path: Path, output: Path) -> tuple[dict, dict]:
     return load_file(output), json.loads(output.with_suffix(".json").read_text())
 
 
-def test_all_weights_and_options(sparse, tmp_path):
-    tensors, content = exported(sparse, tmp_path / "new/model.safetensors")
-    source = load(sparse)
+def test_all_weights_and_options(mixed, tmp_path):
+    tensors, content = exported(mixed, tmp_path / "new/model.safetensors")
+    source = load(mixed)
     tied = content["tied"]
     left_out = {n for n in source["model"] if n.endswith((".version", "_float_tensor"))}
     assert tensors.keys() | tied.keys() == source["model"].keys() - left_out
@@ -221,20 +221,20 @@ torch.save(x.detach(), sys.argv[4])
 """
 
 
-def test_modules_alone_run_the_blocks(small_corpus, sparse, tmp_path):
+def test_modules_alone_run_the_blocks(small_corpus, mixed, tmp_path):
     from fairseq import checkpoint_utils
 
     from smoe_fairseq.models.transformer import moe_blocks
 
     output = tmp_path / "model.safetensors"
-    exported(sparse, output)
+    exported(mixed, output)
     x = torch.randn(3, 5, 48, generator=torch.Generator().manual_seed(2))
     torch.save(x, tmp_path / "x.pt")
     files = (output, output.with_suffix(".json"), tmp_path / "x.pt", tmp_path / "y.pt")
     done = run_python(without("fairseq", "hydra", "omegaconf") + WITH_TORCH_ALONE, *files)
     assert done.returncode == 0, done.stdout
     models, _, _ = checkpoint_utils.load_model_ensemble_and_task(
-        [str(sparse)], arg_overrides={"data": str(small_corpus)}
+        [str(mixed)], arg_overrides={"data": str(small_corpus)}
     )
     for block in moe_blocks(models[0].eval()).values():
         x, _ = block(x)
@@ -278,19 +278,19 @@ def test_without_the_library_one_sentence_says_how_to_get_it(dense, tmp_path, mo
     assert "pip install" in sentence and package in sentence
 
 
-def test_the_name_of_the_options_is_not_for_the_weights(sparse, tmp_path):
-    asked = ("export", sparse, "--to", "safetensors", "--output", tmp_path / "x.json")
+def test_the_name_of_the_options_is_not_for_the_weights(mixed, tmp_path):
+    asked = ("export", mixed, "--to", "safetensors", "--output", tmp_path / "x.json")
     assert "expected .safetensors" in refusal(*asked)
 
 
 # Both
 
 
-def test_float16(sparse, dense, tmp_path):
+def test_float16(mixed, dense, tmp_path):
     safetensors = pytest.importorskip("safetensors.torch")
-    full, _ = exported(sparse, tmp_path / "full.safetensors")
+    full, _ = exported(mixed, tmp_path / "full.safetensors")
     call(
-        "export", sparse, "--to", "safetensors", "--fp16", "--output", tmp_path / "half.safetensors"
+        "export", mixed, "--to", "safetensors", "--fp16", "--output", tmp_path / "half.safetensors"
     )
     half = safetensors.load_file(tmp_path / "half.safetensors")
     assert half.keys() == full.keys()
@@ -299,7 +299,7 @@ def test_float16(sparse, dense, tmp_path):
     ask = ("export", dense, "--to", "fairseq", "--fp16", "--output", tmp_path / "x.pt")
     assert "--fp16 with --to fairseq: expected --to huggingface or safetensors" in refusal(*ask)
     name = "encoder.layers.1.moe.experts.w1"
-    large = changed(sparse, tmp_path / "large.pt", lambda state: state["model"][name].fill_(1e5))
+    large = changed(mixed, tmp_path / "large.pt", lambda state: state["model"][name].fill_(1e5))
     ask = ("export", large, "--to", "safetensors", "--fp16", "--output", tmp_path / "x.safetensors")
     assert f"{name} has values above 65504; leave --fp16 out" in refusal(*ask)
     assert not (tmp_path / "x.safetensors").exists()

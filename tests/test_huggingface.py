@@ -3,13 +3,12 @@
 import json
 import re
 import shutil
-from argparse import Namespace
 from pathlib import Path
 
 import handmade
 import pytest
 import torch
-from commands import changed, run_python, without
+from commands import changed, run_python, untrained, without
 from fairseq.data import Dictionary
 from sampling import some
 from test_expert_parallel_checkpoints import call, refusal
@@ -22,9 +21,8 @@ from test_golden import (
 )
 from test_malicious_checkpoints import older
 
-from smoe_fairseq.checkpoints.model import known_options, plain_config
 from smoe_fairseq.errors import UsageError
-from smoe_fairseq.models.transformer import SMoETransformerModel, moe_blocks
+from smoe_fairseq.models.transformer import SMoETransformerModel
 from smoe_fairseq.translate.text import BatchTranslator, Options
 
 pytest.importorskip("transformers", reason="the package transformers is not installed")
@@ -318,29 +316,15 @@ def test_options_of_the_transformer(trained, tmp_path, case):
     """Embeddings that are not shared have dictionaries of different sizes here."""
     path = link_text(tmp_path / "run") / "checkpoint_last.pt"
     system = {"post-norm": "dense", "depths": "expert-choice"}.get(case, "strata-4-4")
-    state = torch.load(trained / f"{system}.pt", weights_only=True)
-    options = known_options(path, state) | OPTIONS[case]
-    with (path.parent / "dict.tgt.txt").open() as file:
-        words = file.readlines()
-    if not options["share_all_embeddings"]:
+    shared = OPTIONS[case].get("share_all_embeddings", True)
+    if not shared:
+        words = (path.parent / "dict.tgt.txt").read_text().splitlines(keepends=True)
         (path.parent / "dict.tgt.txt").unlink()
         (path.parent / "dict.tgt.txt").write_text("".join(words[:-2]))
-    task = Namespace(
-        source_dictionary=Dictionary.load(str(path.parent / "dict.src.txt")),
-        target_dictionary=Dictionary.load(str(path.parent / "dict.tgt.txt")),
-    )
-    torch.manual_seed(2)
-    model = SMoETransformerModel.build_model(Namespace(**options), task)
-    for block in moe_blocks(model).values():
-        for gate in block.gates:  # which would begin at 0
-            if getattr(gate, "residual_weight", None) is not None:
-                torch.nn.init.normal_(gate.residual_weight)
-    state["cfg"]["model"] = plain_config(options)
-    for record in ("smoe_dictionaries", "smoe_experts"):  # of the checkpoint that was there
-        state.pop(record, None)
-    torch.save({**state, "model": model.state_dict()}, path)
+    untrained(trained / f"{system}.pt", path, path.parent, **OPTIONS[case])
+    changed(path, path, lambda state: state.pop("smoe_dictionaries", None))
     folder = export(tmp_path / "run", tmp_path / "model")
-    assert (folder / "target_vocab.json").exists() != options["share_all_embeddings"]
+    assert (folder / "target_vocab.json").exists() != shared
     assert difference(path, folder) < 1e-5
 
 

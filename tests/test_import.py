@@ -7,31 +7,19 @@ from pathlib import Path
 
 import pytest
 import torch
-from commands import contents, generate, load
+from commands import contents, generate, load, untrained
 from test_expert_parallel_checkpoints import call, refusal
 from test_training import PLUGIN
-from test_training import train as train_smoe
 from test_upcycle import loaded, outputs
 
 from smoe_fairseq.models.transformer import moe_blocks
 
-TINY = ("--max-update", 3, "--dropout", 0)
-
 
 @pytest.fixture(scope="module")
-def vanilla(small_corpus, tmp_path_factory) -> Path:
+def vanilla(sparse, small_corpus, tmp_path_factory) -> Path:
     """What fairseq's MoE branch trains, as a model of ours."""
-    folder = tmp_path_factory.mktemp("vanilla")
-    train_smoe(small_corpus, folder, "--smoe-strata", 4, "--decoder-moe-freq", 1, *TINY)
-    return folder / "checkpoint_last.pt"
-
-
-@pytest.fixture(scope="module")
-def stratified(small_corpus, tmp_path_factory) -> Path:
-    """What the paper's code trains, as a model of ours, norms as that code has them."""
-    folder = tmp_path_factory.mktemp("stratified")
-    train_smoe(small_corpus, folder, "--smoe-strata", "2-1-3", "--smoe-norm", "released", *TINY)
-    return folder / "checkpoint_last.pt"
+    path = tmp_path_factory.mktemp("vanilla") / "checkpoint_last.pt"
+    return untrained(sparse, path, small_corpus, smoe_strata="4", decoder_moe_freq=1)
 
 
 NAMES = {  # ours within ``moe.``, and theirs within the layer
@@ -137,27 +125,23 @@ def test_a_block_against_the_equations_by_their_names(vanilla, small_corpus, tmp
     assert torch.allclose(y, expected, atol=1e-5)
 
 
-def test_the_papers_code_with_one_stratum(small_corpus, tmp_path):
-    """It normalises the output then, too."""
-    train_smoe(small_corpus, tmp_path, "--smoe-strata", "4", "--smoe-norm", "released", *TINY)
-    state = as_theirs(tmp_path / "checkpoint_last.pt", arch="transformer_ed", hmoe_layer=1)
-    assert "decoder.layers.1.hmoe_layernorms.0.weight" in state["model"]
-    torch.save(state, tmp_path / "model.pt")
-    call("import", tmp_path / "model.pt", "--output", tmp_path / "ours.pt")
-    assert_same(tmp_path / "ours.pt", tmp_path / "checkpoint_last.pt", small_corpus)
+@pytest.mark.parametrize("strata, ranks", [("4", 0), ("2-1-3", 0), ("2-1-3", 3)])
+def test_the_papers_code(sparse, small_corpus, tmp_path, strata, ranks):
+    """A single file, or a set; strata are read from the gates, norms are as released.
 
-
-@pytest.mark.parametrize("ranks", [0, 3])
-def test_the_papers_code(stratified, small_corpus, tmp_path, ranks):
-    """A single file, or a set; strata are read from the gates, norms are as released."""
-    state = as_theirs(stratified, arch="transformer_ed", hmoe_layer=3, hmoe_dynamic="2,1,3")
-    assert "decoder.layers.1.hmoe_layernorms.2.weight" in state["model"]
+    That code normalises the output with one stratum, too.
+    """
+    options = {"smoe_strata": strata, "smoe_norm": "released"}
+    ours = untrained(sparse, tmp_path / "paper.pt", small_corpus, **options)
+    number = len(strata.split("-"))
+    state = as_theirs(ours, arch="transformer_ed", hmoe_layer=number)
+    assert f"decoder.layers.1.hmoe_layernorms.{number - 1}.weight" in state["model"]
     path = tmp_path / "model.pt"
     split(state, path, ranks) if ranks else torch.save(state, path)
     call("import", path, "--output", tmp_path / "ours.pt")
-    assert_same(tmp_path / "ours.pt", stratified, small_corpus)
+    assert_same(tmp_path / "ours.pt", ours, small_corpus)
     config = load(tmp_path / "ours.pt")["cfg"]["model"]
-    assert config["encoder_smoe_strata"] == "2-1-3" and "released" in config.values()
+    assert config["encoder_smoe_strata"] == strata and "released" in config.values()
 
 
 def test_it_translates_and_half_precision_stays(vanilla, small_corpus, tmp_path):
@@ -238,8 +222,8 @@ def test_content_of_another_kind_names_the_file(vanilla, tmp_path, change):
 
 
 @pytest.mark.parametrize("name, advice", [("a.pt", "needs no"), ("a-rank-0.pt", "consolidate")])
-def test_checkpoints_of_ours_need_no_import(vanilla, tmp_path, name, advice):
-    shutil.copy(vanilla, tmp_path / name)
+def test_checkpoints_of_ours_need_no_import(sparse, tmp_path, name, advice):
+    shutil.copy(sparse, tmp_path / name)
     sentence = refusal("import", tmp_path / "a.pt", "--output", tmp_path / "ours.pt")
     assert str(tmp_path / name) in sentence and advice in sentence
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from commands import changed, contents, generate, load, refused
+from commands import changed, contents, generate, load, refused, untrained
 from fairseq import checkpoint_utils
 from sampling import soak
 from test_expert_parallel_checkpoints import call, refusal
@@ -63,10 +63,8 @@ def answers_alike(path: Path, data: Path, output: Path, words: list[str]) -> Non
     assert torch.allclose(outputs(model), outputs(original), rtol=0, atol=1e-5)
 
 
-def test_gated_ffns_become_gated_experts(small_corpus, tmp_path):
-    words = ("--moe-freq", 0, "--activation-fn", "swiglu", "--max-update", 3)
-    train_smoe(small_corpus, tmp_path, *words)
-    path = tmp_path / "checkpoint_last.pt"
+def test_gated_ffns_become_gated_experts(dense, small_corpus, tmp_path):
+    path = untrained(dense, tmp_path / "gated.pt", small_corpus, activation_fn="swiglu")
     answers_alike(path, small_corpus, tmp_path / "up.pt", ["--smoe-strata", "4"])
 
 
