@@ -79,27 +79,17 @@ def test_other_dictionaries_are_named(trained, tmp_path, change):
     for file in trained.glob("dict.*.txt"):
         words = file.read_text().splitlines(keepends=True)
         (tmp_path / file.name).write_text("".join(change(words)))
-    ask = (
-        "export",
-        trained / "strata-4-4.pt",
-        "--to",
-        "huggingface",
-        "--output",
-        tmp_path / "model",
-    )
-    said = refusal(*ask, "--data", tmp_path)
+    ask = ("export", trained / "strata-4-4.pt", "--to", "huggingface", "--data", tmp_path)
+    said = refusal(*ask, "--output", tmp_path / "model")
     assert str(trained / "strata-4-4.pt") in said and str(tmp_path) in said
     assert not (tmp_path / "model").exists()
 
 
 def both(path: Path, folder: Path):
     """fairseq's interface to the checkpoint, and transformers' model and tokenizer."""
+    theirs = AutoModelForSeq2SeqLM.from_pretrained(folder).eval()
     ours = SMoETransformerModel.from_pretrained(path)
-    return (
-        ours,
-        AutoModelForSeq2SeqLM.from_pretrained(folder).eval(),
-        AutoTokenizer.from_pretrained(folder),
-    )
+    return ours, theirs, AutoTokenizer.from_pretrained(folder)
 
 
 def batch(vocabulary: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -190,15 +180,9 @@ def test_the_loss_is_the_criterions(trained, tmp_path, system):
     source, given = batch(model.config.vocab_size)
     given[given == 1] = 5
     labels = torch.cat([given[:, 1:], torch.full_like(given[:, :1], 2)], 1)
-    sample = {
-        "net_input": {
-            "src_tokens": source,
-            "src_lengths": (source != 1).sum(1),
-            "prev_output_tokens": given,
-        },
-        "target": labels,
-        "ntokens": labels.numel(),
-    }
+    net_input = {"src_tokens": source, "src_lengths": (source != 1).sum(1)}
+    net_input["prev_output_tokens"] = given
+    sample = {"net_input": net_input, "target": labels, "ntokens": labels.numel()}
     criterion = ours.task.build_criterion(ours.cfg.criterion)
     loss, _, log = criterion(ours.models[0], sample)
     with torch.no_grad():
@@ -288,15 +272,9 @@ def test_weights_in_float16(trained, exported, tmp_path):
 
 
 OPTIONS = {
-    "post-norm": {
-        "encoder_normalize_before": False,
-        "decoder_normalize_before": False,
-    },
-    "learned": {
-        "encoder_learned_pos": True,
-        "decoder_learned_pos": True,
-        "max_source_positions": 20,
-    },
+    "post-norm": {f"{side}_normalize_before": False for side in ("encoder", "decoder")},
+    "learned": {"encoder_learned_pos": True, "decoder_learned_pos": True}
+    | {"max_source_positions": 20},
     "apart": {"share_all_embeddings": False, "encoder_embed_dim": 24, "activation_fn": "swiglu"},
     "threshold": {"moe_gate": "threshold"},
     "depths": {"moe_gate": "depths"},
@@ -393,45 +371,31 @@ def test_the_loss_of_an_update_of_several_batches(exported):
     assert torch.allclose(sum(parts), whole, atol=1e-5)
 
 
-def test_smoothing_that_takes_the_labels_is_refused(exported, tmp_path):
-    """Else the gates would be trained without their losses."""
+def make_trainer(model, folder: Path, tokenizer, **settings):
+    """transformers' Trainer, which learns to write in capital letters."""
     pytest.importorskip("accelerate", reason="the package accelerate is not installed")
     from transformers import DataCollatorForSeq2Seq, Seq2SeqTrainer, Seq2SeqTrainingArguments
 
-    tokenizer = AutoTokenizer.from_pretrained(exported)
-    model = AutoModelForSeq2SeqLM.from_pretrained(exported)
+    settings |= {"output_dir": str(folder), "report_to": [], "use_cpu": True, "max_steps": 3}
     data = [tokenizer(line, text_target=line.upper()) for line in TRANSLATED]
-    settings = {"output_dir": str(tmp_path), "max_steps": 1, "report_to": [], "use_cpu": True}
-    settings = Seq2SeqTrainingArguments(**settings, label_smoothing_factor=0.1)
-    trainer = Seq2SeqTrainer(model, settings, DataCollatorForSeq2Seq(tokenizer, model), data)
-    with pytest.raises(UsageError, match="config.label_smoothing"):
-        trainer.train()
+    collator = DataCollatorForSeq2Seq(tokenizer, model)
+    return Seq2SeqTrainer(model, Seq2SeqTrainingArguments(**settings), collator, data)
 
 
 def test_trainer_lowers_the_loss_and_lora_trains(exported, tmp_path):
-    pytest.importorskip("accelerate", reason="the package accelerate is not installed")
     peft = pytest.importorskip("peft", reason="the package peft is not installed")
-    from transformers import DataCollatorForSeq2Seq, Seq2SeqTrainer, Seq2SeqTrainingArguments
-
     tokenizer = AutoTokenizer.from_pretrained(exported)
     model = AutoModelForSeq2SeqLM.from_pretrained(exported, device_map="auto")
-    data = [tokenizer(line, text_target=line.upper()) for line in TRANSLATED]
-    settings = Seq2SeqTrainingArguments(
-        output_dir=str(tmp_path),
-        max_steps=3,
-        learning_rate=0.005,
-        logging_steps=1,
-        report_to=[],
-        use_cpu=True,
-    )
-    collator = DataCollatorForSeq2Seq(tokenizer, model)
-    trainer = Seq2SeqTrainer(model, settings, collator, data)
+    trainer = make_trainer(model, tmp_path, tokenizer, learning_rate=0.005, logging_steps=1)
     trainer.train()
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     assert len(losses) == 3 and losses[-1] < losses[0]
+    # Without labels the gates would be trained without their losses.
+    with pytest.raises(UsageError, match="config.label_smoothing"):
+        make_trainer(model, tmp_path, tokenizer, label_smoothing_factor=0.1).train()
     config = peft.LoraConfig(task_type="SEQ_2_SEQ_LM", target_modules=["q_proj", "v_proj"])
     lora = peft.get_peft_model(model, config)
-    lora(**collator(data)).loss.backward()
+    lora(**trainer.data_collator(trainer.train_dataset)).loss.backward()
     assert {name for name, p in lora.named_parameters() if p.grad is not None} == {
         name for name, _ in lora.named_parameters() if "lora_" in name
     }
@@ -535,27 +499,21 @@ def test_the_card_has_the_runs_scores(trained, tmp_path):
     (folder / "checkpoint_best.pt").symlink_to(trained / "strata-4-4.pt")
     score = {"bleu": 12.345, "signature": "nrefs:1", "sentences": 8}
     score["others"] = {"chrF++": [40.125, "nc:6"]}
-    content = {
-        "checkpoint": "checkpoint_best.pt",
-        "generate": "--beam 5",
-        "scores": {"src-tgt": score},
-    }
+    content = {"checkpoint": "checkpoint_best.pt", "generate": "--beam 5"}
+    content["scores"] = {"src-tgt": score}
     (folder / "scores.json").write_text(json.dumps(content))
     card = (export(folder, tmp_path / "model") / "README.md").read_text()
     assert "| src-tgt | 12.35 | 40.12 | 8 |\n" in card and "strata 4-4" in card
     assert "BLEU: `nrefs:1`; chrF++: `nc:6`\n" in card
     (code,) = re.findall(r"```python\n(.*?)```", card, re.DOTALL)
-    exec(
-        code.replace('from_pretrained("model")', f"from_pretrained({str(tmp_path / 'model')!r})"),
-        {},
-    )
+    exec(code.replace('"model"', repr(str(tmp_path / "model"))), {})
     # Of another checkpoint of the run, or of the one that had this name, they are no scores.
     shutil.copyfile(folder / "checkpoint_best.pt", folder / "checkpoint_last.pt")
-    other = (export(folder / "checkpoint_last.pt", tmp_path / "last") / "README.md").read_text()
+    other = export(folder / "checkpoint_last.pt", tmp_path / "last")
     content["contents"] = {"checkpoint_best.pt": "0"}
     (folder / "scores.json").write_text(json.dumps(content))
-    changed = (export(folder, tmp_path / "changed") / "README.md").read_text()
-    assert "12.35" not in other and "12.35" not in changed
+    changed = export(folder, tmp_path / "changed")
+    assert not any("12.35" in (made / "README.md").read_text() for made in (other, changed))
 
 
 def test_the_card_of_a_language_with_a_hyphen(hyphens, tmp_path):

@@ -156,7 +156,6 @@ def test_two_processes_equal_one(ranks, three_languages, tmp_path):
         ("--moe-balance-over update", "--moe-balance-over update"),
         ("--moe-balance bias", "--moe-balance bias"),
         ("--expert-parallel", "--expert-parallel"),
-        ("--arch smoe_transformer_tiny", "--task multilingual_translation"),
     ],
 )
 def test_what_does_not_go_together_is_one_sentence(three_languages, tmp_path, more, named):
