@@ -447,6 +447,21 @@ REFUSED = [  # files, settings, and what names them
         "en-ha.tsv.*split: hash",
     ),
     (SPLIT, {"clean": {"overlap": "drop"}}, "train.en-ha.tsv.*clean.*overlap"),
+    (
+        SPLIT | {"train.en-ha.tsv": "a\t\n\tb\n"},
+        {},
+        "train.en-ha.tsv: no line with text on both sides",
+    ),
+    (
+        {"train.en": "", "train.ha": "", "valid.en": "a\n", "valid.ha": "b\n"},
+        {},
+        "train.en is empty: en-ha needs at least one line to train",
+    ),
+    (
+        {"en.txt": "a\n" * 5, "ha.txt": "a\n" * 5},
+        {"raw": {"parallel": {"valid": 2, "test": 3}}},
+        "en.txt has 5 .*raw.parallel",
+    ),
 ]
 
 

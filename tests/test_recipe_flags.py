@@ -69,16 +69,25 @@ def test_a_folder_that_is_a_file_is_named(tmp_path, flag):
     [
         *(("--gpus", "-1"), ("--nodes", "0"), ("--jobs", "0"), ("--batch", "0")),
         *(("--precision", "fp9"), ("--launcher", "x"), ("--max-tokens", "0")),
+        ("--save-dir", "in a study"),  # whose runs have folders of their own
     ],
 )
 def test_a_study_refuses_at_once_what_its_runs_would(tmp_path, flag, value):
     refused(dry(tmp_path, "study", "multi30k", "moe", flag, value), f"{flag} {value}")
 
 
-@pytest.mark.parametrize("flag", ["--path", "--results-path", "--langs", "-s"])
+@pytest.mark.parametrize(
+    "flag",
+    [
+        *("--path x", "--results-path x", "--langs x", "-s x"),
+        "--lang-pairs en-fr",  # would choose nothing
+        "--num-shards 2",  # would translate all
+        "--remove-bpe",  # fairseq's default, @@: scores of pieces
+    ],
+)
 def test_what_an_evaluation_sets_is_not_given(tmp_path, flag):
-    named = "--source-lang" if flag == "-s" else flag
-    refused(dry(tmp_path, "evaluate", "multi30k", "moe", flag, "x"), named)
+    named = "--source-lang" if flag == "-s x" else flag.split()[0]
+    refused(dry(tmp_path, "evaluate", "multi30k", "moe", *flag.split()), named)
 
 
 def test_an_archive_of_text_is_to_be_unpacked(tmp_path):
@@ -106,7 +115,8 @@ def test_a_name_that_is_empty_is_refused(name, flag):
         ("study multi30k moe --seeds 1,3,1", 1, "--seeds 1,3,1"),
         ("train multi30k moe --gpus four", 1, "--gpus four"),
         ("evaluate multi30k moe --gpus 0 --jobs auto", 1, "--jobs auto"),
-        ("train m4 moe --gpus 1 --batch huge", 1, "--batch huge"),
+        ("train m4 moe --gpus 1 --batch huge", 1, "--batch huge: expected paper (13,000)"),
+        ("train m4 moe --gpus 1 --launcher mpi", 1, "--launcher mpi"),
         ("train multi30k moe --gpus 0 --precision fp64", 1, "--precision fp64"),
     ],
 )

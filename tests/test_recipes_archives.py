@@ -231,13 +231,6 @@ def test_a_checksum_in_capital_letters(tmp_path, server):
     assert (tmp_path / "got/opus.tar.gz").is_file()
 
 
-def test_an_archive_of_another_kind_is_not_called_damaged(tmp_path, server):
-    given = small_opus100(tmp_path, server, file="opus.7z")
-    server.files["opus.7z"] = b"7z\xbc\xaf\x27\x1c" + bytes(600)
-    sentence = refusal(recipe(tmp_path, "prepare", "opus100", **given))
-    assert "opus.7z" in sentence and "zip or tar" in sentence
-
-
 def test_download_that_only_lacked_its_name_is_not_repeated(tmp_path, server):
     given = small_opus100(tmp_path, server)
     download = tmp_path / "data/opus100/download"

@@ -32,6 +32,12 @@ def keep(folder: Path, run: str, losses: dict[int, float], **routing) -> None:
         (results / study_results.ROUTING).write_text(json.dumps(routing))
 
 
+def set_about(folder: Path, run: str, **values) -> None:
+    """Changes what is kept about a run."""
+    file = folder / "results/multi30k" / run / study_results.FILE
+    file.write_text(json.dumps(json.loads(file.read_text()) | values))
+
+
 def rows(report: str, section: str) -> dict[str, list[str]]:
     """Cells of a section's table, by the first."""
     text = report.split(f"# {section}")[1].split("\n#")[0]
@@ -119,15 +125,14 @@ def test_seeds_and_machines(two_runs):
     results = folder / "results/multi30k"
     for run in ("moe", "smoe-4-4"):
         shutil.copytree(results / run, results / f"{run}.seed-2")
-    file = results / "smoe-4-4.seed-2" / study_results.FILE
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"machine": "n"}))
+    set_about(folder, "smoe-4-4.seed-2", machine="n")
     report = made(folder)
     table = rows(report, "Systems")
     assert table["method"][2:4] == ["time/token (us), m", "time/token (us), n"]
     assert table["smoe-4-4"][4] == "1 2" and table["smoe-4-4"][6] == "3.250 ± 0.000"
     assert statement(report, "smoe-4-4 and moe")[0] == "1"
     assert "smoe-4-4 and moe (2)" in report
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"untimed": "of another job"}))
+    set_about(folder, "smoe-4-4.seed-2", untimed="of another job")
     assert "n (times left out: of another job)" in made(folder)
 
 
@@ -144,8 +149,7 @@ def test_a_run_that_diverged_is_reported_and_left_out(two_runs):
 def test_runs_of_different_lengths_are_told(two_runs):
     folder, _ = two_runs
     assert "updates**" not in made(folder)
-    file = folder / "results/multi30k/moe" / study_results.FILE
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"updates": 4}))
+    set_about(folder, "moe", updates=4)
     assert "updates**: smoe-4-4 2 and moe 4." in made(folder)
 
 
@@ -215,15 +219,13 @@ def test_costs_are_those_of_the_flags_that_a_run_was_trained_with(two_runs):
     """Experts of half the width have half of the parameters; table.sh counts them, too."""
     folder, _ = two_runs
     before = rows(made(folder), "Systems")["moe"]
-    kept = folder / "results/multi30k/moe" / study_results.FILE
-    about = json.loads(kept.read_text())
-    about["flags"] |= {"--moe-expert-ffn-dim": "128"}
-    kept.write_text(json.dumps(about))
+    flags = {"--lr": "1", "--seed": "moe", "--moe-expert-ffn-dim": "128"}
+    set_about(folder, "moe", flags=flags)
     after = rows(made(folder), "Systems")["moe"]
     experts = 2 * 8 * 128 * (2 * 128 + 1) / 1e6  # of two layers: products and the first one's bias
     assert float(before[0]) - float(after[0]) == pytest.approx(experts, abs=0.11)
     assert float(after[1]) < float(before[1])
-    identity = {"method": "moe", "dictionary": "d", "flags": about["flags"]}
+    identity = {"method": "moe", "dictionary": "d", "flags": flags}
     (folder / "runs/multi30k/moe/identity.json").write_text(json.dumps(identity))
     shown = step_here("table", "multi30k", cwd=folder, CONFIG_DIR=str(ROOT / "configs")).stdout
     (line,) = (line for line in shown.splitlines() if line.startswith("| moe "))
@@ -299,8 +301,7 @@ def test_flops_are_those_of_the_experts_that_a_gate_learnt(two_runs):
     even = float(known["moe-top-p"][1]) - float(known["moe"][1])
     assert even == pytest.approx(2 * expert, abs=0.1)
     for run in ("moe", "moe-top-p"):
-        file = folder / "results/multi30k" / run / study_results.FILE
-        file.write_text(json.dumps(json.loads(file.read_text()) | {"experts_per_token": 1.0}))
+        set_about(folder, run, experts_per_token=1.0)
     learnt = rows(made(folder), "Systems")
     assert learnt["moe"] == known["moe"]
     apart = float(learnt["moe-top-p"][1]) - float(learnt["moe"][1])

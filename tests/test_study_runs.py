@@ -5,7 +5,6 @@ import subprocess
 from dataclasses import replace
 
 import pytest
-from test_recipes import recipe, refusal
 
 from smoe_fairseq.errors import UsageError
 from smoe_fairseq.recipes.datasets import load_dataset
@@ -124,11 +123,6 @@ def test_a_run_without_a_validation_is_not_saved(tmp_path, monkeypatch):
     with pytest.raises(UsageError, match="runs/multi30k/moe/train.log"):
         study_results.save(load_dataset("multi30k", Settings()), "moe", "SEED=1 true")
     assert not (tmp_path / "results").exists()
-
-
-def test_the_runs_of_a_study_have_folders_of_their_own(tmp_path):
-    words = ("study", "multi30k", "moe", "--save-dir", "x")
-    assert "--save-dir" in refusal(recipe(tmp_path, *words, DRY_RUN="1"))
 
 
 @pytest.mark.parametrize("content", ["[", "{}", "[1]", '[{"commit": "a"}]'])

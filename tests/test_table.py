@@ -14,9 +14,11 @@ import torch
 from commands import refused, run, step_here
 from test_recipes import write_dataset
 
+from smoe_fairseq.errors import UsageError
 from smoe_fairseq.recipes.compare.statistics import permutation_p
 from smoe_fairseq.recipes.compare.table import Column, average
 from smoe_fairseq.recipes.datasets import load_dataset
+from smoe_fairseq.recipes.evaluation import scores
 from smoe_fairseq.recipes.evaluation.scores import Score
 from smoe_fairseq.recipes.folders import fingerprints
 from smoe_fairseq.recipes.program_flags import arguments
@@ -42,6 +44,13 @@ def table(folder: Path, *words: str, check=True, configs: str = str(ROOT / "conf
 
 def refusal(folder: Path, *words: str) -> str:
     return refused(table(folder, *words, check=False))
+
+
+def compared(folder: Path, first: str, second: str, *words: str, **more) -> dict[str, list[str]]:
+    """Both means, their difference and p-values of multi30k, by direction."""
+    words = ("multi30k", "--compare", first, second, "--format", "csv", *words)
+    rows = csv.reader(table(folder, *words, **more).stdout.splitlines())
+    return {row[0]: row[1:] for row in rows if len(row) > 4}
 
 
 def write_scores(folder: Path, scores: dict[str, float], signature=SIGNATURE, **signatures):
@@ -208,9 +217,6 @@ def test_scores_on_other_test_sets_are_told_and_not_compared(two_systems):
     ],
 )
 def test_scores_of_another_kind_are_named(tmp_path, old, new):
-    from smoe_fairseq.errors import UsageError
-    from smoe_fairseq.recipes.evaluation import scores
-
     folder = tmp_path / "moe"
     write_scores(folder, dict.fromkeys(FULL, 40.0))
     text = (folder / "scores.json").read_text()
@@ -274,18 +280,12 @@ def test_classes_where_english_is_second(tmp_path):
     assert ours["eng-xxx low"] == "25.00" and ours["xxx-eng all"] == "30.12"
 
 
-def opus_languages() -> list[str]:
-    from smoe_fairseq.recipes.datasets import load_dataset
-
-    return list(load_dataset("opus100").languages[1:])
-
-
 def test_opus100_averages_by_counted_sizes(tmp_path, monkeypatch):
     monkeypatch.setenv("CONFIG_DIR", str(ROOT / "configs"))
-    languages = opus_languages()
-    scores = {f"{x}-en": float(i) for i, x in enumerate(languages)}
-    scores |= {f"en-{x}": float(2 * i) for i, x in enumerate(languages)}
-    write_scores(tmp_path / "runs/opus100/dense", scores)
+    languages = list(load_dataset("opus100").languages[1:])
+    scored = {f"{x}-en": float(i) for i, x in enumerate(languages)}
+    scored |= {f"en-{x}": float(2 * i) for i, x in enumerate(languages)}
+    write_scores(tmp_path / "runs/opus100/dense", scored)
     unknown = cells(tmp_path, "opus100")["dense", "ours"]
     assert unknown["eng-xxx high"] == "-" and unknown["eng-xxx all"] == "93.00"
     assert "sizes.json is missing" in table(tmp_path, "opus100").stdout
@@ -368,15 +368,11 @@ def test_broken_translations_are_told_in_a_comparison(two_systems):
 
 def test_paired_bootstrap(two_systems):
     folder, a, b = two_systems
-    lines = table(folder, "multi30k", "--compare", "dense", "moe", "--format", "csv").stdout
-    table_alone = [line for line in lines.splitlines() if line.count(",") == 4]  # notes have fewer
-    rows = {r["direction"]: r for r in csv.DictReader(table_alone)}
-    assert rows["en-de"]["dense"] == f"{a:.2f}" and rows["en-de"]["moe"] == f"{b:.2f}"
-    assert rows["en-de"]["difference"] == f"{b - a:+.2f}"
-    assert float(rows["en-de"]["p"]) < 0.01
-    assert rows["en-fr"]["p"] == rows["en-fr"]["dense"] == "-"
-    again = table(folder, "multi30k", "--compare", "dense", "moe", "--format", "csv").stdout
-    assert again == lines
+    rows = compared(folder, "dense", "moe")
+    assert rows["direction"] == ["dense", "moe", "difference", "p"]
+    assert rows["en-de"][:3] == [f"{a:.2f}", f"{b:.2f}", f"{b - a:+.2f}"]
+    assert float(rows["en-de"][3]) < 0.01 and rows["en-fr"] == ["-"] * 4
+    assert compared(folder, "dense", "moe") == rows
 
 
 def test_flags_of_the_metric_are_those_of_the_test(two_systems, tmp_path):
@@ -386,10 +382,7 @@ def test_flags_of_the_metric_are_those_of_the_test(two_systems, tmp_path):
     better.write_text((folder / "runs/multi30k/dense/test/en-de.txt").read_text().lower())
     recipe = {"pairs": ["en-de"], "raw": {}, "train": {"arch": "smoe_transformer_tiny"}}
     write_dataset(tmp_path / "c", "multi30k", **recipe, sacrebleu={"lowercase": True})
-    words = ("multi30k", "--compare", "dense", "moe", "--format", "csv")
-    lines = table(folder, *words, configs=str(tmp_path / "c")).stdout.splitlines()
-    rows = {line.split(",")[0]: line for line in lines}
-    assert rows["en-de"].endswith(",1.0000")
+    assert compared(folder, "dense", "moe", configs=str(tmp_path / "c"))["en-de"][3] == "1.0000"
 
 
 def test_spbleu_is_compared_with_the_tokenizer_of_its_scores(two_systems, prepared):
@@ -414,12 +407,11 @@ def test_spbleu_is_compared_with_the_tokenizer_of_its_scores(two_systems, prepar
 
 def test_runs_that_are_still_being_scored_are_compared(two_systems):
     folder, *_ = two_systems
-    words = ("multi30k", "--compare", "dense", "moe", "--format", "csv")
-    before = table(folder, *words).stdout.splitlines()[:3]
+    before = compared(folder, "dense", "moe")
     run = folder / "runs/multi30k/moe"
     (run / "scores.json").rename(run / "test/scores.json")
     (run / "test").rename(run / "test.partial")
-    assert table(folder, *words).stdout.splitlines()[:3] == before
+    assert compared(folder, "dense", "moe") == before
 
 
 def test_many_seeds_are_drawn_from():
@@ -430,9 +422,7 @@ def test_many_seeds_are_drawn_from():
 def test_equal_translations_do_not_differ_significantly(two_systems):
     folder = two_systems[0]
     shutil.copytree(folder / "runs/multi30k/dense", folder / "runs/multi30k/switch")
-    printed = table(folder, "multi30k", "--compare", "dense", "switch", "--format", "csv").stdout
-    (row,) = (line for line in printed.splitlines() if line.startswith("en-de"))
-    assert row.split(",")[3:] == ["+0.00", "-"]
+    assert compared(folder, "dense", "switch")["en-de"][2:] == ["+0.00", "-"]
 
 
 def test_seeds_are_compared_by_sentences_and_by_seeds(two_systems):
@@ -446,12 +436,7 @@ def test_seeds_are_compared_by_sentences_and_by_seeds(two_systems):
     said = refusal(folder, "multi30k", "--compare", "moe", "moe.seed-2")
     assert "both have moe.seed-2" in said
     words = ("multi30k", "--compare", "dense", "moe")
-    printed = table(folder, *words).stdout
-    rows = {
-        r[0]: r[1:]
-        for r in ([w.strip() for w in x.split("|")[1:-1]] for x in printed.splitlines())
-        if r
-    }
+    printed, rows = table(folder, *words).stdout, compared(folder, *words[2:])
     assert rows["direction"] == [
         *("dense, mean of 2", "moe, mean of 2", "difference", "p (sentences)", "p (seeds)")
     ]
@@ -478,9 +463,7 @@ def test_a_sentence_is_drawn_with_the_translations_of_all_seeds(two_systems):
         (runs / name / "test/en-de.txt").write_text("".join(f"{x}\n" for x in lines))
 
     def p_value() -> float:
-        printed = table(folder, "multi30k", "--compare", "dense", "moe", "--format", "csv").stdout
-        row = next(line for line in printed.splitlines() if line.startswith("en-de"))
-        return float(row.split(",")[4])
+        return float(compared(folder, "dense", "moe")["en-de"][3])
 
     one = p_value()
     assert 0.02 < one < 0.9
@@ -525,10 +508,8 @@ def test_comet_of_different_numbers_of_seeds(two_systems):
         file.write_text(json.dumps(content))
         sentences = {"sentences": [0.25, 0.75] * 30}
         (file.parent / "test/en-de.comet.json").write_text(json.dumps(sentences))
-    words = ("--metric", "comet", "--compare", "dense", "moe", "--format", "csv")
-    printed = table(two_systems[0], "multi30k", *words).stdout
-    (row,) = (line for line in printed.splitlines() if line.startswith("en-de"))
-    assert row == "en-de,50.00,50.00,+0.00,1.0000,-"
+    rows = compared(two_systems[0], "dense", "moe", "--metric", "comet")
+    assert rows["en-de"] == ["50.00", "50.00", "+0.00", "1.0000", "-"]
 
 
 @pytest.mark.parametrize("run", ["moe", "moe.seed-2"])

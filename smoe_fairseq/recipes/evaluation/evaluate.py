@@ -210,10 +210,9 @@ def _translate(evaluation: Evaluation) -> None:
             evaluation.dataset.settings, len(left), evaluation.extra
         )
         print(f"# {len(left)} of {count} directions on {devices}, the longest first", flush=True)
-        jobs = {direction: evaluation.job(direction) for direction in left}
         try:
             with progress("evaluate", sum(lines.values()), "sentences") as advance:
-                for direction in translations.translate_all(devices, jobs, advance):
+                for direction in translations.translate_all(devices, evaluation, left, advance):
                     scored[direction] = _score(evaluation, direction)
                     evaluation.save(scored, evaluation.partial)
                     with tqdm.external_write_mode(sys.stdout):

@@ -15,14 +15,14 @@ from smoe_fairseq.files import read_plain, write_whole
 from smoe_fairseq.forms import read_json
 from smoe_fairseq.recipes.data.download import tokenizer_file
 from smoe_fairseq.recipes.datasets import Dataset
-from smoe_fairseq.recipes.evaluation import metrics, scores, translations
+from smoe_fairseq.recipes.evaluation import metrics, scores
 from smoe_fairseq.recipes.folders import test_file
 from smoe_fairseq.recipes.processes import command
 from smoe_fairseq.recipes.program_flags import Flags, arguments, parse_flags
 from smoe_fairseq.recipes.training.train import data_arguments
 
 FILE = "evaluation.json"
-UNFINISHED = "unfinished.jsonl"  # in a direction's folder, see `translations.Job`
+UNFINISHED = "unfinished.jsonl"  # in a direction's folder, see `translations.Model`
 
 
 @dataclass(frozen=True)
@@ -66,16 +66,6 @@ class Evaluation:
     def generated(self, direction: str) -> Path:
         """The file that ``fairseq-generate`` writes."""
         return self.partial / direction / "generate-test.txt"
-
-    def job(self, direction: str) -> translations.Job:
-        return translations.Job(
-            self.generation(direction),
-            self.source(direction),
-            self.reference(direction),
-            self.partial / f"{direction}.txt",
-            self.generated(direction),
-            self.generated(direction).with_name(UNFINISHED),
-        )
 
     def scoring(self, direction: str) -> list[str]:
         """The commands that follow ``fairseq-generate``."""
@@ -197,10 +187,7 @@ class Evaluation:
             return set()
         if any(saved.get(name) != key[name] for name in ("checkpoint", "flags")):
             return set()
-        texts, sources = saved.get("texts", {}), saved.get("sources")
-        if sources is None:  # of version 0.2
-            same = [d for d in self.directions if d in texts and texts[d] == key["texts"].get(d)]
-            sources = {direction: key["sources"][direction] for direction in same}
+        texts, sources = saved.get("texts", {}), saved.get("sources", {})
         for file in folder.glob("*-*.json") if saved != key | {"sources": sources} else ():
             if texts != key["texts"] or scores.OF_SACREBLEU.fullmatch(file.name):
                 file.unlink()

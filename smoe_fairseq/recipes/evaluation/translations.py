@@ -8,10 +8,9 @@ import ast
 import multiprocessing
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import as_completed
 from dataclasses import dataclass, fields
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from smoe_fairseq.errors import UsageError, quietly
@@ -20,6 +19,7 @@ from smoe_fairseq.flags import flag_of
 from smoe_fairseq.host_memory import cores
 from smoe_fairseq.journal import Journal
 from smoe_fairseq.recipes.data.text_files import workers_for
+from smoe_fairseq.recipes.evaluation.evaluation import UNFINISHED, Evaluation
 from smoe_fairseq.recipes.evaluation.scores import lines_of
 from smoe_fairseq.recipes.program_flags import parse_flags
 from smoe_fairseq.recipes.settings import Settings
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 Hypotheses = list[tuple[float, str, list[float]]]  # score, text, and each token's, best first
 
 # Generation options without effect on the search, or handled here.
-_IGNORED = ("prefix_size", "no_seed_provided", "sacrebleu", "no_beamable_mm")
+_IGNORED = ("no_seed_provided", "sacrebleu", "no_beamable_mm")
 
 
 @dataclass(frozen=True)
@@ -64,86 +64,76 @@ def choose_devices(settings: Settings, directions: int, extra: Sequence[str]) ->
     return Devices(tuple(gpus[i % len(gpus)] for i in range(count)), 1)
 
 
-@dataclass(frozen=True)
-class Job:
-    """The translation of a test set."""
-
-    words: Sequence[str]  # the arguments of ``fairseq-generate``
-    source: Path  # raw text
-    reference: Path
-    translations: Path  # to write, a translation per line
-    generated: Path  # to write, as ``fairseq-generate`` does, where S and T are raw text
-    unfinished: Path  # a `Journal` with the number and `Hypotheses` of each sentence that is done
-
-
 def translate_all(
-    devices: Devices, jobs: Mapping[str, Job], done: Callable[[int], None]
+    devices: Devices, evaluation: Evaluation, directions: Sequence[str], done: Callable[[int], None]
 ) -> Iterator[str]:
     """Yield each direction as soon as it is translated.
 
     Args:
-        jobs: by direction, in the order in which to start them.
+        directions: in the order in which to start them.
         done: called with the number of sentences of each batch; with several GPUs, of each direction.
 
     Raises:
         UsageError: an argument, the checkpoint or the data is invalid; or a process was killed.
     """
     if len(devices.gpus) < 2:
-        model = Model(devices.threads)
-        for direction, job in jobs.items():
-            model.translate(job, done)
+        model = Model(evaluation, devices.threads)
+        for direction in directions:
+            model.translate(direction, done)
             yield direction
         return
     queue = multiprocessing.get_context("spawn").Queue()
     for gpu in devices.gpus:
         queue.put(gpu)
-    with workers_for(_gpu_worker, queue, count=len(devices.gpus)) as submit:
-        running = {submit(job): direction for direction, job in jobs.items()}
+    with workers_for(_gpu_worker, queue, evaluation, count=len(devices.gpus)) as submit:
+        running = {submit(direction): direction for direction in directions}
         for future in as_completed(running):
             done(future.result())
             yield running[future]
 
 
-def _gpu_worker(queue) -> Callable[[Job], int]:
+def _gpu_worker(queue, evaluation: Evaluation) -> Callable[[str], int]:
     """A function that translates on a GPU from the queue and returns the number of sentences."""
     os.environ["CUDA_VISIBLE_DEVICES"] = queue.get()
-    model = Model(threads=1)
+    model = Model(evaluation, threads=1)
 
-    def translate(job: Job) -> int:
+    def translate(direction: str) -> int:
         counts: list[int] = []
-        model.translate(job, counts.append)
+        model.translate(direction, counts.append)
         return sum(counts)
 
     return translate
 
 
 class Model:
-    """The model of a checkpoint, loaded with the first test set that it translates.
+    """The model of an evaluation's checkpoint, loaded with the first test set that it translates.
 
     Args:
         threads: number of batches in parallel on a CPU.
     """
 
-    def __init__(self, threads: int):
-        self.threads = threads
+    def __init__(self, evaluation: Evaluation, threads: int):
+        self.evaluation, self.threads = evaluation, threads
         self.loaded = None
 
-    def translate(self, job: Job, done: Callable[[int], None]) -> None:
-        """Write the files of a job.
+    def translate(self, direction: str, done: Callable[[int], None]) -> None:
+        """Write the translations of a direction, one per line, and what ``fairseq-generate`` writes.
 
+        Each sentence that is done is also in a `Journal`, with its number and `Hypotheses`.
         A sentence that is longer than the model accepts is divided. Models other than `SMoETransformerModel`
         use fairseq's search. Raises UsageError for an invalid argument or checkpoint.
         """
+        evaluation, generated = self.evaluation, self.evaluation.generated(direction)
+        files = evaluation.source(direction), evaluation.reference(direction)
         with quietly():
-            cfg = parse_flags("fairseq-generate", job.words)
+            cfg = parse_flags("fairseq-generate", evaluation.generation(direction))
             if self.loaded is None:
                 self.loaded = self._load(cfg)
             options = _options(cfg, self.loaded.ours)
-            texts, references = map(lines_of, (job.source, job.reference))
+            texts, references = map(lines_of, files)
             source, target = cfg.task.source_lang, cfg.task.target_lang
-            prefixes = self._prefixes(cfg, references)
-            job.generated.parent.mkdir(parents=True, exist_ok=True)
-            with Journal(job.unfinished) as journal:
+            generated.parent.mkdir(parents=True, exist_ok=True)
+            with Journal(generated.with_name(UNFINISHED)) as journal:
                 found: dict[int, Hypotheses] = dict(journal)
                 done(len(found))
 
@@ -153,30 +143,18 @@ class Model:
                     done(1)
 
                 self.loaded.translate_batch(
-                    texts, source, target, options, finish, prefixes, known=frozenset(found)
+                    texts, source, target, options, finish, known=frozenset(found)
                 )
         lines = (
             line
             for number, row in enumerate(zip(texts, references, strict=True))
             for line in _generated(number, *row, found[number])
         )
-        write_whole(job.generated, "".join(f"{line}\n" for line in lines))
+        write_whole(generated, "".join(f"{line}\n" for line in lines))
         best = (found[number][0][1] for number in range(len(texts)))
-        write_whole(job.translations, "".join(f"{text}\n" for text in best))
+        translations = "".join(f"{text}\n" for text in best)
+        write_whole(evaluation.partial / f"{direction}.txt", translations)
         journal.finish()
-
-    def _prefixes(self, cfg, references: list[str]) -> list[list[int]] | None:
-        """The first tokens of ``--prefix-size``, of which that of the language is one."""
-        if cfg.generation.prefix_size <= 0:
-            return None
-        from smoe_fairseq.translate.readout import Readout, encoded  # imports fairseq
-
-        translator = self.loaded.translator
-        task = translator.task_for(cfg.task.source_lang, cfg.task.target_lang)
-        forced = len(Readout(translator, translator.models, task).forced)
-        size = max(0, cfg.generation.prefix_size - forced)
-        ids = (encoded(translator, text, task.target_dictionary) for text in references)
-        return [each[:size].tolist() for each in ids]
 
     def _load(self, cfg):
         import torch
