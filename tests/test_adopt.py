@@ -12,8 +12,8 @@ import pytest
 from sampling import soak
 from test_full_disk import tree
 from test_preparation import preprocess
-from test_recipes import commands, recipe, refusal, write_text
-from test_recipes_archives import configuration, server, step
+from test_recipes import commands, recipe, refusal, server, write_text
+from test_recipes_archives import configuration, step
 
 from smoe_fairseq.recipes.data.subwords import encode, learn
 

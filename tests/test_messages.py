@@ -121,24 +121,6 @@ def test_messages_without_a_translation_of_their_own_are_left_out(tmp_path, give
     assert left.keys() <= set(texts(100))
 
 
-def test_the_same_pairs_are_left_out_as_of_other_sources(tmp_path):
-    """A translation that two texts share is in training and in the test set, unless overlap is dropped."""
-    messages = SETTINGS["messages"] | {"test": {"share": 0.2, "most": 300}}
-    po = "".join(message(text, f"cy {i % 150}") for i, text in enumerate(texts(300)))
-    archive(tmp_path / "source.tar.xz", {"translations/source/cy/a.po": po})
-    for overlap in ("keep", "drop"):
-        content = {"raw": SETTINGS | {"messages": messages}, "clean": {"overlap": overlap}}
-        given = write_dataset(tmp_path / overlap, "tiny", pairs=["en-cy"], **content)
-        folder = tmp_path / overlap
-        result = run_step("gather", "tiny", tmp_path / "source.tar.xz", "raw", cwd=folder, **given)
-        assert result.returncode == 0, result.stderr
-        train, test = (set(pairs(folder, split, "cy").values()) for split in ("train", "test"))
-        assert bool(train & test) == (overlap == "keep")
-        counts = json.loads((folder / "left_out.json").read_text())["en-cy"]
-        assert counts["read"] == counts["kept"] + counts.get("overlap", 0) > 200
-        assert json.loads((folder / "sizes.json").read_text()) == {"en-cy": counts["kept"]}
-
-
 @pytest.mark.parametrize(
     "message, text",
     [

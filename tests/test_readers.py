@@ -446,11 +446,11 @@ REFUSED = [  # files, settings, and what names them
         {"raw": {"split": "hash", "parallel": {"valid": 90, "test": 180}}},
         "en-ha.tsv.*split: hash",
     ),
-    (SPLIT, {"clean": {"overlap": "drop"}}, "train.en-ha.tsv.*clean.*overlap"),
+    (SPLIT, {"clean": {"overlap": "drop"}}, "train.en-ha.tsv.*1 overlap"),
     (
         SPLIT | {"train.en-ha.tsv": "a\t\n\tb\n"},
         {},
-        "train.en-ha.tsv: no line with text on both sides",
+        "train.en-ha.tsv: no line of 2 is kept .2 empty",
     ),
     (
         {"train.en": "", "train.ha": "", "valid.en": "a\n", "valid.ha": "b\n"},

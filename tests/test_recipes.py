@@ -290,8 +290,11 @@ class Files(http.server.BaseHTTPRequestHandler):
         if content is None:
             self.send_error(self.server.status)
             return
-        self.send_response(206 if start else 200)
-        self.send_header("Content-Length", str(len(content) - start))
+        beyond = 0 < start >= len(content)
+        self.send_response(416 if beyond else 206 if start else 200)
+        self.send_header("Content-Length", str(max(0, len(content) - start)))
+        if beyond:
+            self.send_header("Content-Range", f"bytes */{len(content)}")
         if self.server.version:
             self.send_header("ETag", self.server.version)
         self.end_headers()
@@ -309,8 +312,7 @@ def server():
             for split in ("train", "dev", "test")
             for language in ("en", "fr")
         }
-        server.bytes_per_reply = 10_000
-        server.version, server.starts = '"1"', []
+        server.bytes_per_reply, server.version, server.starts = 10**9, '"1"', []
         threading.Thread(target=server.serve_forever, daemon=True).start()
         yield server
         server.shutdown()
@@ -336,7 +338,7 @@ def test_interrupted_download_resumes(tmp_path, server):
     assert {p.name for p in folder.iterdir()} == {"train.en.part", "train.en.part.version"}
     assert (folder / "train.en.part").read_bytes() == server.files["train.en"][:600]
 
-    server.bytes_per_reply = 10_000
+    server.bytes_per_reply = 10**9
     fetch_from(tmp_path, address)  # As far as sentencepiece, which two pieces are too few for.
     assert server.starts[:4] == [0, 200, 400, 600]
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == server.files
@@ -367,7 +369,7 @@ def test_versions_of_a_download_are_not_mixed(tmp_path, server, version):
     server.bytes_per_reply = 200
     refusal(fetch_from(tmp_path, address))
     server.files = {name: content.swapcase() for name, content in server.files.items()}
-    server.version, server.bytes_per_reply = version, 10_000
+    server.version, server.bytes_per_reply = version, 10**9
     fetch_from(tmp_path, address)
     folder = tmp_path / "data/remote/download"
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == server.files

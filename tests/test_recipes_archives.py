@@ -5,43 +5,18 @@ import io
 import json
 import subprocess
 import tarfile
-import threading
-from http.server import ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
 import yaml
 from commands import run_step, step_here
 from sampling import soak
-from test_recipes import ROOT, Files, commands, recipe, refusal, table
+from test_recipes import ROOT, commands, recipe, refusal, server, table
+
+assert server  # a fixture
 
 SPLITS = {"train": 60, "dev": 8, "test": 6}
 LONG = " ".join("x" * 700)  # The last sentence of each test set: longer than the model's positions.
-
-
-class Archives(Files):
-    """As `Files`, and with the answer of real servers to a request for what lies beyond the end."""
-
-    def do_GET(self):
-        size = len(self.server.files[self.path.strip("/")])
-        start = int(self.headers.get("Range", "bytes=0-")[len("bytes=") : -1])
-        if start < size:
-            return super().do_GET()
-        self.server.starts.append(start)
-        self.send_response(416)
-        self.send_header("Content-Range", f"bytes */{size}")
-        self.send_header("Content-Length", "0")
-        self.end_headers()
-
-
-@pytest.fixture
-def server():
-    with ThreadingHTTPServer(("127.0.0.1", 0), Archives) as server:
-        server.files, server.starts, server.bytes_per_reply = {}, [], 10**9
-        server.version = '"1"'
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield server
-        server.shutdown()
 
 
 def sentences(language: str, split: str) -> bytes:

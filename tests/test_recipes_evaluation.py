@@ -5,11 +5,8 @@ import json
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
-import time
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,9 +16,9 @@ import sacrebleu
 import yaml
 from commands import PLUGIN, bash_torchrun, changed, contents, refused, run_step, step_here
 from commands import run as run_program
-from programs import wait_until
 from test_full_disk import tree
-from test_recipes import ROOT, recipe, refusal, surroundings, table, write_dataset
+from test_lock import holder
+from test_recipes import recipe, refusal, surroundings, table, write_dataset
 
 from smoe_fairseq import locks
 from smoe_fairseq.journal import Journal
@@ -313,53 +310,6 @@ def test_a_run_whose_best_checkpoint_is_still_to_come(unevaluated):
     assert ended != trained
 
 
-def start_evaluation(folder: Path, runs: str, *flags: str, **given: str) -> subprocess.Popen:
-    """In a session of its own, so that all of it can be killed at once."""
-    environment = surroundings() | {"OMP_NUM_THREADS": "1", "RUN_DIR": runs}
-    return subprocess.Popen(
-        [ROOT / "scripts/evaluate.sh", "tiny", "smoe-2-2", "--beam", "2", *flags],
-        cwd=folder,
-        env=environment | {"CONFIG_DIR": str(folder / "configs")} | given,
-        stdout=(folder / "said").open("w"),
-        stderr=subprocess.STDOUT,
-        start_new_session=True,
-    )
-
-
-def kill_session(session: int, number: int = signal.SIGKILL) -> None:
-    for process in filter(str.isdecimal, os.listdir("/proc")):
-        try:
-            if os.getsid(int(process)) == session:
-                os.kill(int(process), number)
-        except ProcessLookupError:
-            continue
-
-
-def kill(process: subprocess.Popen, folder: Path) -> None:
-    """Kill a recipe and all that works in its folder, and wait until nothing does any more.
-
-    Forked programs (programs.py) are of another session. Each ends when the process that it is forked
-    from hears that its client is dead, which on a busy machine takes as long as finishing the work.
-    """
-    kill_session(process.pid)
-    while working := workers_in(folder):
-        for each in working:
-            with suppress(ProcessLookupError):
-                os.kill(each, signal.SIGKILL)
-        time.sleep(0.01)
-    process.wait()
-
-
-def workers_in(folder: Path) -> list[int]:
-    """The processes with this working directory; one that has ended has none."""
-    found = []
-    for process in filter(str.isdecimal, os.listdir("/proc")):
-        with suppress(OSError):
-            if os.readlink(f"/proc/{process}/cwd") == str(folder):
-                found.append(int(process))
-    return found
-
-
 @pytest.fixture
 def unevaluated(tiny, tmp_path):
     """A folder with the run of ``tiny``, as it was before it was evaluated."""
@@ -413,92 +363,52 @@ def lines_of(file: Path) -> list[str]:
     return sorted(found, key=lambda line: int(line[2:].split("\t")[0]))
 
 
-@pytest.mark.soak
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
-def test_a_killed_evaluation_goes_on_with_what_is_left(tiny, unevaluated, number):
-    expected = result_of(tiny[0] / "runs/tiny/smoe-2-2")
-    run = unevaluated / "runs/tiny/smoe-2-2"
-    process = start_evaluation(unevaluated, "runs", JOBS="1")
-    wait_until(lambda: list(run.glob("test.partial/scores.json")) or process.poll() is not None)
-    if number == signal.SIGINT:
-        process.send_signal(number)
-        assert process.wait() == 128 + number, (unevaluated / "said").read_text()
-        assert "ended: 1 of 2" in (unevaluated / "said").read_text()
-    kill(process, unevaluated)
-    assert not (run / "scores.json").exists()
-    (done,) = json.loads((run / "test.partial/scores.json").read_text())["scores"]
-    told = table(unevaluated, "tiny", CONFIG_DIR=str(unevaluated / "configs"))
-    assert "1 of 2 directions are scored" in told
-    assert f"{expected['scores'][done]['bleu']:.2f}" in told
+def test_an_interrupted_evaluation_goes_on_with_what_is_left(unevaluated, monkeypatch, capsys):
+    """Of directions and of sentences, in the batches of an uninterrupted one, by which translations differ.
 
-    before = (run / "test.partial" / done / "generate-test.txt").stat().st_mtime_ns
-    again = evaluate_again(unevaluated)
-    assert again.returncode == 0, again.stderr
-    assert f"# {done}: " in again.stdout and "(translated before)" in again.stdout
-    assert (run / "test" / done / "generate-test.txt").stat().st_mtime_ns == before
-    assert result_of(run) == expected
-    assert not (run / "test.partial").exists() and not list(run.glob("**/*.log*"))[1:]  # train.log
-
-
-@pytest.mark.soak
-def test_a_killed_evaluation_goes_on_within_a_direction(unevaluated):
-    one = ("--batch-size", "1", "--nbest", "2")
-    partial = unevaluated / "runs/tiny/smoe-2-2/test.partial"
-    process = start_evaluation(unevaluated, "runs", *one, JOBS="1")
-
-    def begun() -> list[Path]:
-        return [f for f in partial.glob("*/unfinished.jsonl") if f.read_bytes().count(b"\n") > 2]
-
-    wait_until(lambda: begun() or process.poll() is not None)
-    kill(process, unevaluated)
-    (file,) = begun()
-    direction = file.parent.name
-    lines = file.read_text().splitlines()
-    sentence, hypotheses = json.loads(lines[1])
-    hypotheses[0][1] = "what is not translated again"
-    file.write_text("\n".join([lines[0], json.dumps([sentence, hypotheses]), '[3, [["cut o']))
-    assert evaluate_again(unevaluated, *one).returncode == 0
-    done = partial.with_name("test")
-    whole = (done / f"{direction}.txt").read_text().splitlines()
-    assert whole[sentence] == hypotheses[0][1] and len(whole) == 12 and all(whole)
-    generated = (done / direction / "generate-test.txt").read_text().splitlines()
-    assert [line for line in generated if line.startswith("D-")][2 * sentence].endswith("again")
-    assert len(generated) == 12 * (2 + 2 * 3)
-    assert not list(done.glob("*/unfinished*"))
-
-
-def test_a_resumed_evaluation_has_the_batches_of_an_uninterrupted_one(unevaluated, monkeypatch):
-    """On which translations depend where the capacity of experts is limited."""
+    So they do where the capacity of experts is limited.
+    """
     monkeypatch.chdir(unevaluated)
     monkeypatch.setenv("CONFIG_DIR", str(unevaluated / "configs"))
     run, append = unevaluated / "runs/tiny/smoe-2-2", Journal.append
     limited = ("--batch-size", "3", "--model-overrides", "{'moe_eval_capacity_factor': 0.3}")
-    evaluate(load_dataset("tiny"), "smoe-2-2", limited)
-    whole = tree(run / "test")
+
+    def evaluate_all() -> str:
+        evaluate(load_dataset("tiny"), "smoe-2-2", limited)
+        return capsys.readouterr().out
+
+    evaluate_all()
+    whole, expected = tree(run / "test"), result_of(run)
     shutil.rmtree(run / "test")
     (run / "scores.json").unlink()
 
     def end(journal: Journal, part) -> None:
         append(journal, part)
-        if journal.parts == 4:  # the second batch has two more sentences
-            raise SystemExit(143)
+        if (run / "test.partial/scores.json").exists() and journal.parts == 4:
+            raise SystemExit(
+                143
+            )  # of the second direction, whose second batch has two more sentences
 
     with monkeypatch.context() as interrupted, pytest.raises(SystemExit):
         interrupted.setattr(Journal, "append", end)
-        evaluate(load_dataset("tiny"), "smoe-2-2", limited)
+        evaluate_all()
+    assert "ended: 1 of 2" in capsys.readouterr().out and not (run / "scores.json").exists()
+    (first,) = json.loads((run / "test.partial/scores.json").read_text())["scores"]
+    shown = table(unevaluated, "tiny", CONFIG_DIR=str(unevaluated / "configs"))
+    assert "1 of 2 directions are scored" in shown
+    assert f"{expected['scores'][first]['bleu']:.2f}" in shown
     (file,) = run.glob("test.partial/*/unfinished.jsonl")
-    first, line, *rest = file.read_text().splitlines()
+    begin, line, *rest = file.read_text().splitlines()
     number, hypotheses = json.loads(line)
     hypotheses[0][1] = "what is not translated again"
-    file.write_text("\n".join([first, json.dumps([number, hypotheses]), *rest, '[9, [["cut o']))
-    evaluate(load_dataset("tiny"), "smoe-2-2", limited)
+    file.write_text("\n".join([begin, json.dumps([number, hypotheses]), *rest, '[9, [["cut o']))
+    said = evaluate_all()
+    assert f"# {first}: " in said and said.count("(translated before)") == 1
     done, name = tree(run / "test"), f"{file.parent.name}.txt"
     lines, before = (texts.pop(name).decode().splitlines() for texts in (done, whole))
     assert lines.pop(number) == hypotheses[0][1] and before.pop(number) and lines == before
-    others = [file for file in whole if not file.startswith(name[:-4])]
-    assert {file: done[file] for file in others if file.endswith(".txt")} == {
-        file: whole[file] for file in others if file.endswith(".txt")
-    }
+    assert all(done[file] == whole[file] for file in whole if file.startswith(first))
+    assert not (run / "test.partial").exists() and not list(run.glob("test/*/unfinished*"))
 
 
 @pytest.mark.soak
@@ -619,18 +529,10 @@ def test_what_is_translated_is_scored_again_without_the_model(scored, monkeypatc
     assert replace(wide, extra=("--beam", "3")).resume() == {}
 
 
-@pytest.mark.soak
 def test_two_evaluations_of_a_run_are_not_made_at_once(unevaluated):
-    process = start_evaluation(unevaluated, "runs")
-    run = unevaluated / "runs/tiny/smoe-2-2"
-    wait_until(lambda: list(run.glob("test.partial/evaluation.json")))
-    kill_session(process.pid, signal.SIGSTOP)  # it cannot have finished when the second one asks
-    try:
-        assert "smoe-2-2 is in use by another run" in refusal(evaluate_again(unevaluated))
-    finally:
-        kill_session(process.pid, signal.SIGCONT)
-    assert process.wait() == 0
-    assert (run / "scores.json").exists()
+    first = holder(unevaluated / "runs/tiny/smoe-2-2", locks.EVALUATION)
+    assert "smoe-2-2 is in use by another run" in refusal(evaluate_again(unevaluated))
+    first.communicate()
 
 
 # In the place of unbabel-comet's program, whose model cannot be had in a test: the flags that it

@@ -4,7 +4,10 @@ import csv
 import json
 import os
 import re
+import signal
 import subprocess
+import time
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +15,6 @@ import pytest
 from programs import wait_until
 from test_lock import holder
 from test_recipes import recipe, refusal, surroundings, write_dataset, write_text
-from test_recipes_evaluation import kill
 
 from smoe_fairseq.recipes.study import results as study_results
 
@@ -42,6 +44,26 @@ def data(tmp_path_factory):
     prepared = recipe(folder, "prepare", "tiny", RAW=str(raw), **given)
     assert prepared.returncode == 0, prepared.stderr
     return folder, given
+
+
+def kill(process: subprocess.Popen, folder: Path) -> None:
+    """Kill a recipe and all that works in its folder, and wait until nothing does any more."""
+    while working := workers_in(folder):
+        for each in working:
+            with suppress(ProcessLookupError):
+                os.kill(each, signal.SIGKILL)
+        time.sleep(0.01)
+    process.wait()
+
+
+def workers_in(folder: Path) -> list[int]:
+    """The processes with this working directory; one that has ended has none."""
+    found = []
+    for process in filter(str.isdecimal, os.listdir("/proc")):
+        with suppress(OSError):
+            if os.readlink(f"/proc/{process}/cwd") == str(folder):
+                found.append(int(process))
+    return found
 
 
 @pytest.fixture(scope="module")

@@ -606,18 +606,6 @@ def test_seeds_of_different_signatures_are_not_averaged(tmp_path):
     assert "moe: seeds with different sacreBLEU sign" in table(tmp_path, "multi30k").stdout
 
 
-def test_seeds_beside_the_papers_values(tmp_path):
-    runs = tmp_path / "runs/m15"
-    scores = {d: 10.0 for pair in M15 for d in (f"eng-{pair}", f"{pair}-eng")}
-    for name, more in (("moe", 0), ("moe.seed-2", 1)):
-        write_scores(runs / name, {d: bleu + more for d, bleu in scores.items()})
-    found = cells(tmp_path, "m15")
-    assert found["moe", "ours, mean of 2 seeds"]["average"] == "10.50"
-    assert found["moe", "standard deviation"]["average"] == "0.71"
-    paper = float(found["moe", "paper"]["average"])
-    assert float(found["moe", "difference"]["average"]) == pytest.approx(10.5 - paper, abs=0.011)
-
-
 @pytest.mark.parametrize("kind", ["", "consolidated", "averaged"])
 def test_scores_of_another_checkpoint_are_noted(tmp_path, kind):
     """That of the run, or one made of others, which have changed since."""

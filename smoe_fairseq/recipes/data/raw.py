@@ -150,12 +150,11 @@ def _copy(folder: Path, clean: Mapping[str, Any], codes: Mapping[str, str], unit
         for file in files:
             _refuse_empty(file, split, pair)
         named = " and ".join(map(str, files)) or "the source"
-        kept = "no line with text on both sides is kept"
-        if left_out := [name for name in counts if name not in ("read", "empty")]:
-            kept = f"`clean` leaves no line, by {' and '.join(left_out)}"
-        elif section.hash_range and not counts["read"]:
-            kept = "`raw: {split: hash}` leaves an empty split, as sources repeat or lines are few"
-        raise UsageError(f"{named}: {kept}: {pair} needs one to {split}")
+        left_out = {name: number for name, number in counts.items() if name not in ("read", "kept")}
+        faults = ", ".join(f"{number:,} {name}" for name, number in left_out.items())
+        kept = f"no line of {counts['read']:,} is kept{f' ({faults})' * bool(faults)}"
+        advice = "`clean` and, with `raw: {split: hash}`, repeated sources leave lines out"
+        raise UsageError(f"{named}: {kept}: {pair} needs one to {split}; {advice}")
     return counts
 
 
