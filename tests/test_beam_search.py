@@ -59,19 +59,20 @@ def batch(task) -> dict:
     return {"net_input": {"src_tokens": rows, "src_lengths": rows.ne(pad).sum(1)}}
 
 
-def compare(
-    model, task, beam=4, lenpen=1.0, unkpen=0.0, min_len=1, max_len_b=20, temperature=1.0, **more
-):
+def compare(model, task, prepare=lambda model: None, **options):
+    """All hypotheses beside fairseq's; ``prepare`` changes the model after its search."""
     sample = batch(task)
-    options = {"unk_penalty": unkpen, "min_len": min_len, "max_len_b": max_len_b}
-    options["temperature"] = temperature
+    given = {n: options.pop(n) for n in ("bos_token", "prefix_tokens") if n in options}
+    ours = SearchOptions(**{"beam": 4, "max_len_b": 20} | options)
     oracle = SequenceGenerator(
-        [model], task.target_dictionary, beam_size=beam, len_penalty=lenpen, **options
+        *([model], task.target_dictionary, ours.beam),
+        **{"len_penalty": ours.lenpen, "unk_penalty": ours.unkpen, "min_len": ours.min_len},
+        **{name: getattr(ours, name) for name in ("max_len_b", "temperature")},
+        no_repeat_ngram_size=ours.no_repeat_ngram_size,
     )
-    ours = SearchOptions(beam, lenpen, unkpen, min_len, 0, max_len_b, temperature=temperature)
-    ours = BeamSearch(task.target_dictionary, ours)
-    expected = oracle.generate([model], sample, **more)
-    found = ours.generate([model], sample, **more)
+    expected = oracle.generate([model], sample, **given)
+    prepare(model)
+    found = BeamSearch(task.target_dictionary, ours).generate([model], sample, **given)
     for want, got in zip(expected, found, strict=True):
         assert [h["tokens"].tolist() for h in want] == [h["tokens"].tolist() for h in got]
         for a, b in zip(want, got, strict=True):
@@ -115,6 +116,7 @@ def test_every_system_has_fairseqs_hypotheses(system):
         soak({"beam": 200, "max_len_b": 6}),
         {"beam": 90, "max_len_b": 4},
         {"temperature": 1.7},
+        *({"min_len": 12, "no_repeat_ngram_size": size} for size in (1, 2, 3)),
         {"bos_token": 7},
         {"prefix_tokens": torch.tensor([[8], [9], [10], [11], [12], [13]])},
         {"prefix_tokens": torch.arange(8, 20).view(6, 2)},
@@ -176,43 +178,20 @@ def test_packed_weights_force_a_target_as_before(min_weights):
 @pytest.mark.skipif(not can_pack(), reason="this torch has no packed products")
 @pytest.mark.parametrize("system", some(SYSTEMS, "smoe", "dense", "cmr", "post-norm", "shared"))
 def test_packed_weights_translate_as_fairseq_does(system):
-    model, task = sharp(*SYSTEMS[system].split()), make_task(96)
-    sample = batch(task)
-    options = {"min_len": 1, "max_len_b": 20}
-    oracle = SequenceGenerator([model], task.target_dictionary, beam_size=4, **options)
-    expected = oracle.generate([model], sample)
-    for _ in range(2):  # a second time nothing is left to pack
-        pack(model, min_weights=0)
+
+    def prepare(model):
+        for _ in range(2):  # a second time nothing is left to pack
+            pack(model, min_weights=0)
+
+    model = sharp(*SYSTEMS[system].split())
+    compare(model, make_task(96), prepare)
     layer = model.decoder.layers[0]
     assert isinstance(model.decoder.output_projection, PackedLinear)
     assert isinstance(layer.encoder_attn.q_proj, PackedLinear)
     assert isinstance(layer.self_attn.qkv, PackedLinear)
     assert all(not block.experts.w1.numel() for block in moe_blocks(model).values())
-    found = BeamSearch(task.target_dictionary, SearchOptions(4, **options)).generate(
-        [model], sample
-    )
-    for want, got in zip(expected, found, strict=True):
-        assert [h["tokens"].tolist() for h in want] == [h["tokens"].tolist() for h in got]
-        for a, b in zip(want, got, strict=True):
-            assert b["score"] == pytest.approx(float(a["score"]), abs=1e-4)
     with pytest.raises(ValueError, match="load it again"):
         quantize(model)
-
-
-@pytest.mark.parametrize("size", [1, 2, 3])
-def test_no_sequence_occurs_twice(size):
-    model, task = sharp("--smoe-strata", "4-4"), make_task(96)
-    options = {"min_len": 12, "max_len_b": 20, "no_repeat_ngram_size": size}
-    found = BeamSearch(task.target_dictionary, SearchOptions(4, **options)).generate(
-        [model], batch(task)
-    )
-    for hypotheses in found:
-        for ids in (h["tokens"].tolist() for h in hypotheses):
-            sequences = [tuple(ids[i : i + size]) for i in range(len(ids) + 1 - size)]
-            assert len(sequences) == len(set(sequences))
-    oracle = SequenceGenerator([model], task.target_dictionary, beam_size=4, **options)
-    for want, got in zip(oracle.generate([model], batch(task)), found, strict=True):
-        assert [h["tokens"].tolist() for h in want] == [h["tokens"].tolist() for h in got]
 
 
 @pytest.mark.parametrize("options", [{}, {"sampling_topk": 3}, {"sampling_topp": 0.6}])

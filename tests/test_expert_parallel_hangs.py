@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from commands import TORCHRUN, WITH_PLUGIN, run, start
-from ranks import free_port, train_with
+from ranks import train_with
 from sampling import soak
 from test_expert_parallel import averages, flags
 
@@ -190,11 +190,10 @@ def test_a_process_that_fails_ends_all(ranks, small_corpus, tmp_path, moment, wo
     assert words in run.output(1)
 
 
-# A program for either launcher, in whose third update a rank is killed; the other waits for it.
+# In the third update a rank is killed; the other waits for it.
 LAUNCHED = """
 import os, signal
 import torch
-torch.cuda.device_count = lambda: 2  # so many processes fairseq spawns
 from fairseq.tasks.translation import TranslationTask
 from fairseq_cli.train import cli_main
 original = TranslationTask.train_step
@@ -205,32 +204,20 @@ def train_step(self, *others, **options):
     return original(self, *others, **options)
 
 TranslationTask.train_step = train_step
-if __name__ == "__main__":
-    cli_main()
+cli_main()
 """
 
 
 @pytest.mark.parametrize("killed", [soak(0), 1])
-@pytest.mark.parametrize("launcher", ["torchrun", soak("spawn")])
-def test_a_process_that_is_killed_ends_all(small_corpus, tmp_path, launcher, killed):
-    """Which their launcher sees to, torchrun or fairseq itself."""
+def test_a_process_that_is_killed_ends_all(small_corpus, tmp_path, killed):
+    """Which torchrun sees to; its processes each wait for a forked one."""
     (tmp_path / "killed.py").write_text(LAUNCHED)
-    arguments = [
-        tmp_path / "killed.py",
-        *flags(small_corpus, tmp_path / "run", "--expert-parallel"),
-    ]
-    if launcher == "torchrun":  # whose processes each wait for a forked one
-        ranks = ("--standalone", "--nproc-per-node", 2, "--no-python", *start(WITH_PLUGIN))
-        command = ("python", "-P", "-m", TORCHRUN, *ranks, *arguments)
-    else:
-        port = ("--distributed-init-method", f"tcp://127.0.0.1:{free_port()}")
-        command = ("python", *arguments, "--distributed-world-size", 2, *port)
-    result = run(
-        *command, check=False, KILLED=str(killed)
-    )  # which fails where it takes longer than minutes
+    words = flags(small_corpus, tmp_path / "run", "--expert-parallel")
+    ranks = ("--standalone", "--nproc-per-node", 2, "--no-python", *start(WITH_PLUGIN))
+    command = ("python", "-P", "-m", TORCHRUN, *ranks, tmp_path / "killed.py", *words)
+    result = run(*command, check=False, KILLED=str(killed))
     assert result.returncode == 1 and "done training" not in result.stdout
     assert "num_updates" in result.stdout or "SIGKILL" in result.stdout, result.stdout[-3000:]
-    if launcher == "torchrun":
-        # torchrun may see first that the other rank has ended with a closed connection.
-        ends = (f"error: rank {killed} ", "error: another rank has ended")
-        assert any(end in result.stdout for end in ends) and "Traceback" not in result.stdout
+    # torchrun may see first that the other rank has ended with a closed connection.
+    ends = (f"error: rank {killed} ", "error: another rank has ended")
+    assert any(end in result.stdout for end in ends) and "Traceback" not in result.stdout

@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from programs import HANGS, wait_until
+from sampling import soak
 from serving import JSON, Serving
 from test_serve import GOOD, LONG, expected
 
@@ -210,7 +211,7 @@ def test_a_second_signal_ends_it_at_once(tiny_run, more):
         assert "Traceback" not in serving.output and "rror" not in serving.output
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+@pytest.mark.parametrize("number", [signal.SIGTERM, soak(signal.SIGINT), signal.SIGHUP])
 def test_a_signal_ends_it_when_all_is_answered(tiny_run, number):
     with Serving(tiny_run) as serving, ThreadPoolExecutor(1) as pool:
         idle = socket.create_connection(("127.0.0.1", serving.port))

@@ -11,8 +11,6 @@ from test_expert_parallel import checkpoint, flags
 from test_expert_parallel_hangs import train_until
 from test_several_processes import LAST, assert_same_bits, content, stock
 
-from smoe_fairseq.cli import main
-
 ZERO = ("--zero-sharding", "os")
 ACCUMULATED_CLIPPED = ("--update-freq", 2, "--clip-norm", 0.5)
 
@@ -97,23 +95,3 @@ def test_one_process_trains(ranks, small_corpus, tmp_path):
     assert (tmp_path / "new" / LAST).exists()
     command = ("fairseq-train", *stock(small_corpus, tmp_path / "none", *ZERO))
     assert "Traceback" in run_without("leave_one_process_whole", *command).stdout
-
-
-@pytest.mark.soak
-def test_a_set_is_consolidated_and_resharded_as_without(ranks, small_corpus, tmp_path):
-    """With the optimizer's state, for one process and for another number of them."""
-    for name, zero in (("plain", ()), ("zero", ZERO)):
-        arguments = sharded(small_corpus, tmp_path / name, *zero, "--max-update", 3)
-        ranks.train(tmp_path / "logs", 4, *arguments)
-        path, out = tmp_path / name / LAST, tmp_path / f"{name}-2" / LAST
-        saved = ["--output", str(tmp_path / f"{name}.pt")]
-        assert main(["consolidate", str(path), "--optimizer-state", *saved]) == 0
-        assert main(["reshard", str(path), "--world-size", "2", "--output", str(out)]) == 0
-    one, other = (torch.load(tmp_path / f"{n}.pt", weights_only=True) for n in ("plain", "zero"))
-    assert_same_bits(one, other)
-    assert_same_sets(tmp_path / "zero-2", tmp_path / "plain-2")
-    for name, zero in (("plain", ZERO), ("zero", ())):
-        arguments = sharded(small_corpus, tmp_path / f"{name}-2", *zero, "--max-update", 4)
-        run = ranks.train(tmp_path / "logs", 2, *arguments)
-        assert "@ 3 updates" in run.output(0)
-    assert_same_sets(tmp_path / "zero-2", tmp_path / "plain-2")
