@@ -106,15 +106,13 @@ def raw_corpus(tmp_path_factory) -> Path:
 @pytest.fixture(scope="session")
 def corpus(raw_corpus, tmp_path_factory) -> Path:
     """The tiny corpus as ``fairseq-preprocess`` makes it: the folder that fairseq-train takes."""
-    folder = tmp_path_factory.mktemp("data-bin")
-    preprocess(raw_corpus, folder)
-    return folder
+    return shared(tmp_path_factory, "corpus", lambda folder: preprocess(raw_corpus, folder))
 
 
 @pytest.fixture(scope="session")
 def small_corpus(tmp_path_factory) -> Path:
     """50 sentences, the same in training and test; the target is upper case in reverse order."""
-    raw, data = tmp_path_factory.mktemp("raw50"), tmp_path_factory.mktemp("bin50")
+    raw = tmp_path_factory.mktemp("raw50")
     generator = random.Random(4)
     words = [f"{a}{b}" for a in "abcd" for b in "xyz"]
     sentences = [generator.choices(words, k=3 + i % 6) for i in range(50)]
@@ -122,8 +120,8 @@ def small_corpus(tmp_path_factory) -> Path:
         (raw / f"{split}.src").write_text("".join(" ".join(s) + "\n" for s in sentences))
         reverse = "".join(" ".join(s[::-1]).upper() + "\n" for s in sentences)
         (raw / f"{split}.tgt").write_text(reverse)
-    preprocess(raw, data, "--joined-dictionary")
-    return data
+    make = lambda folder: preprocess(raw, folder, "--joined-dictionary")  # noqa: E731
+    return shared(tmp_path_factory, "small-corpus", make)
 
 
 @pytest.fixture(scope="session")
@@ -148,9 +146,8 @@ def two_updates(small_corpus, tmp_path_factory) -> Path:
     """The folder of a run of a tiny SMoE that has ended."""
     from test_training import train as train_smoe
 
-    folder = tmp_path_factory.mktemp("two-updates")
-    train_smoe(small_corpus, folder, "--max-update", 2)
-    return folder
+    make = lambda folder: train_smoe(small_corpus, folder, "--max-update", 2)  # noqa: E731
+    return shared(tmp_path_factory, "two-updates", make)
 
 
 @pytest.fixture(scope="session")
@@ -192,9 +189,9 @@ def dense(small_corpus, tmp_path_factory) -> Path:
 @pytest.fixture(scope="session")
 def pre_norm(corpus, tmp_path_factory) -> Path:
     """A checkpoint of fairseq's stock model, pre-norm."""
-    folder = tmp_path_factory.mktemp("pre-norm")
-    train(corpus, folder, "--encoder-normalize-before", "--decoder-normalize-before")
-    return folder / "checkpoint_last.pt"
+    norms = ("--encoder-normalize-before", "--decoder-normalize-before")
+    make = lambda folder: train(corpus, folder, *norms)  # noqa: E731
+    return shared(tmp_path_factory, "pre-norm", make) / "checkpoint_last.pt"
 
 
 @pytest.fixture(scope="session")
@@ -203,9 +200,9 @@ def post_norm(corpus, tmp_path_factory) -> Path:
 
     Its batches are read as they are by default, by a process of their own.
     """
-    folder = tmp_path_factory.mktemp("post-norm")
-    train(corpus, folder, "--eval-bleu", "--eval-bleu-remove-bpe", "--num-workers", 1)
-    return folder / "checkpoint_last.pt"
+    flags = ("--eval-bleu", "--eval-bleu-remove-bpe", "--num-workers", 1)
+    make = lambda folder: train(corpus, folder, *flags)  # noqa: E731
+    return shared(tmp_path_factory, "post-norm", make) / "checkpoint_last.pt"
 
 
 @pytest.fixture(scope="session")

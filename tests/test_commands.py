@@ -1,9 +1,11 @@
 """Commands of stock fairseq 0.12.2, with its own model and without ``--user-dir``."""
 
+import shutil
 from pathlib import Path
 
 import pytest
 from commands import generate, generation, hypotheses, refused, run, train
+from sampling import soak
 
 import smoe_fairseq
 
@@ -60,7 +62,7 @@ def test_a_hydra_file_that_is_no_yaml_is_named(tmp_path):
     "flags",
     [
         "--amp --store-ema --update-freq 2 --clip-norm 1 --num-workers 0",
-        "--fp16 --fp16-no-flatten-grads",
+        soak("--fp16 --fp16-no-flatten-grads"),
         "--memory-efficient-fp16 --checkpoint-activations",
     ],
 )
@@ -71,7 +73,8 @@ def test_training_flags(corpus, tmp_path, flags):
     assert list(logs.glob("train/events*"))
 
 
-def test_resuming(corpus, post_norm):
+def test_resuming(corpus, post_norm, tmp_path):
+    shutil.copytree(post_norm.parent, tmp_path, dirs_exist_ok=True)
     for flags in (["--max-epoch", "3"], ["--max-epoch", "4", "--reset-optimizer"]):
-        resumed = train(corpus, post_norm.parent, *flags, "--no-last-checkpoints").stdout
+        resumed = train(corpus, tmp_path, *flags, "--no-last-checkpoints").stdout
         assert "Loaded checkpoint" in resumed and "begin training epoch 3" in resumed

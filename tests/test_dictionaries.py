@@ -113,7 +113,7 @@ def several(ranks, data, tmp_path_factory) -> Path:
     return folder / "checkpoint_last.pt"
 
 
-@pytest.mark.parametrize("model", ["trained", "several"])
+@pytest.mark.parametrize("model", ["trained", soak("several")])
 def test_the_folder_above_the_binarised_data_is_answered_with_it(data, tmp_path, request, model):
     (tmp_path / "bin").symlink_to(data[0])
     path = request.getfixturevalue(model)
@@ -190,7 +190,7 @@ def test_files_that_do_not_belong_together_are_named(data, tmp_path, fault):
     refused(result, folder, named)
 
 
-@pytest.mark.parametrize("pair", ["src-other", "src", "tgt-tgt"])
+@pytest.mark.parametrize("pair", ["src-other", soak("src"), soak("tgt-tgt")])
 def test_a_pair_that_the_data_lack_is_named(data, tmp_path, pair):
     words = [*MOE, *SEVERAL, "--langs", "src,tgt", "--lang-pairs", pair, "--cpu"]
     words += ["--user-dir", PLUGIN, "--save-dir", tmp_path]
@@ -198,7 +198,8 @@ def test_a_pair_that_the_data_lack_is_named(data, tmp_path, pair):
 
 
 @pytest.mark.parametrize(
-    "flag", ["--encoder-langtok tgt", "--langs src,tgt", "--task translation_m", "--langtoks"]
+    "flag",
+    ["--encoder-langtok tgt", "--task translation_m", soak("--langs src,tgt"), soak("--langtoks")],
 )
 def test_a_flag_of_the_training_that_generation_lacks_is_named(data, several, flag):
     """Without the language's token the translation would be wrong; else the data would be blamed."""

@@ -1,10 +1,13 @@
 """A model per language pair, on fairseq's task ``multilingual_translation``."""
 
 import re
+import shutil
 
 import pytest
 import torch
 from commands import PLUGIN, refused, run, smoe
+from fairseq import options, tasks
+from fairseq.dataclass.utils import convert_namespace_to_omegaconf
 from handmade import LENGTHS
 from sampling import soak
 from test_several_processes import content
@@ -95,23 +98,30 @@ def test_the_loss_is_the_sum_over_the_pairs(three_languages, trained):
     assert gates / tokens == pytest.approx(float(valid["valid_moe_gate_loss"]), abs=1.1e-3)
 
 
+def built(arguments):
+    """Task and model of these words of ``fairseq-train``."""
+    parser, words = options.get_training_parser(), list(map(str, arguments))
+    cfg = convert_namespace_to_omegaconf(options.parse_args_and_arch(parser, words))
+    task = tasks.setup_task(cfg.task)
+    return task, task.build_model(cfg.model)
+
+
+def on_pair(arguments, pair: str) -> list:
+    """The words for fairseq's task of one pair."""
+    source, target = pair.split("-")
+    at = arguments.index("--task")
+    return [
+        *(*arguments[:at], "--task", "translation", "-s", source, "-t", target),
+        *arguments[at + 4 :],
+    ]
+
+
 def pair_model(data, state, pair):
     """``--arch smoe_transformer_tiny`` with the weights of one pair, and the validation in one batch."""
-    from fairseq import options, tasks
-    from fairseq.dataclass.utils import convert_namespace_to_omegaconf
-
-    source, target = pair.split("-")
-    arguments = [str(word) for word in flags(data, "none")]
-    at = arguments.index("--task")
-    arguments[at : at + 4] = ["--task", "translation", "-s", source, "-t", target]
-    arguments[arguments.index("--arch") + 1] = "smoe_transformer_tiny"
-    parser = options.get_training_parser()
-    cfg = convert_namespace_to_omegaconf(options.parse_args_and_arch(parser, arguments))
-    task = tasks.setup_task(cfg.task)
-    model = task.build_model(cfg.model).eval()
+    task, model = built(on_pair(flags(data, "none", "--arch", "smoe_transformer_tiny"), pair))
     prefix = f"models.{pair}."
     own = {n.removeprefix(prefix): t for n, t in state["model"].items() if n.startswith(prefix)}
-    model.load_state_dict(own)
+    model.eval().load_state_dict(own)
     task.load_dataset("valid")
     dataset = task.dataset("valid")
     return model, [dataset.collater([dataset[i] for i in range(len(dataset))])]
@@ -151,44 +161,31 @@ def test_two_processes_equal_one(ranks, three_languages, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "more, named",
-    [
-        ("--moe-balance-over update", "--moe-balance-over update"),
-        ("--moe-balance bias", "--moe-balance bias"),
-        ("--expert-parallel", "--expert-parallel"),
-    ],
+    "more", ["--moe-balance-over update", "--moe-balance bias", "--expert-parallel"]
 )
-def test_what_does_not_go_together_is_one_sentence(three_languages, tmp_path, more, named):
-    arguments = flags(three_languages, tmp_path, *more.split())
-    refused(run("fairseq-train", *arguments, check=False), named)
-    assert not list(tmp_path.glob("*.pt"))
+def test_what_does_not_go_together_is_one_sentence(three_languages, more):
+    with pytest.raises(UsageError, match=more):
+        built(flags(three_languages, "none", *more.split()))
+
+
+def test_on_another_task_it_is_refused(three_languages):
+    with pytest.raises(UsageError, match="--arch smoe_multilingual_transformer"):
+        built(on_pair(flags(three_languages, "none"), "aa-bb"))
 
 
 def test_dictionaries_that_differ_share_nothing(three_languages, tmp_path):
-    data = tmp_path / "data"
-    data.mkdir()
-    for file in three_languages.iterdir():
-        (data / file.name).write_bytes(file.read_bytes())
+    data = shutil.copytree(three_languages, tmp_path / "data")
     with open(data / "dict.cc.txt", "a") as file:
         file.write("more 1\n")
-    process = run("fairseq-train", *flags(data, tmp_path / "run"), check=False)
-    refused(process, "--share-all-embeddings", "aa and cc")
+    with pytest.raises(UsageError, match="--share-all-embeddings: .* aa and cc"):
+        built(flags(data, "none"))
     gate = ("--no-share-all-embeddings", "--smoe-strata", "4", "--moe-gate", "hash")
-    run("fairseq-train", *flags(data, tmp_path / "run", *gate))
-    state = state_of(tmp_path / "run" / LAST)["model"]
+    state = built(flags(data, "none", *gate))[1].state_dict()
     sizes = {
         lang: len(state[f"models.{pair}.decoder.layers.1.moe.gates.0.table"])
         for pair, lang in (("aa-bb", "bb"), ("aa-cc", "cc"))
     }
     assert sizes["cc"] == sizes["bb"] + 1  # each by its own words
-
-
-def test_on_another_task_it_is_refused(three_languages, tmp_path):
-    arguments = flags(three_languages, tmp_path)
-    at = arguments.index("--task")
-    arguments[at : at + 4] = ["--task", "translation", "-s", "aa", "-t", "bb"]
-    process = run("fairseq-train", *arguments, check=False)
-    refused(process, "--arch smoe_multilingual_transformer")
 
 
 def test_what_needs_one_model_says_so(three_languages, trained, tmp_path):
