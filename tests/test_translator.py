@@ -499,10 +499,7 @@ def test_validation_says_what_is_missing(corpus, pre_norm, tmp_path):
     for path, words in (
         ("none.pt", "none.pt is missing"),
         ("cut.pt", "cut.pt is cut off or not a checkpoint"),
-        (
-            "foreign.pt",
-            "--user-dir is missing or wrong, since fairseq has no task other",
-        ),
+        ("foreign.pt", "--task other"),
     ):
         refused(run(*validation(corpus, tmp_path / path), check=False), words)
     refused(run("fairseq-validate", corpus, check=False), "--path")

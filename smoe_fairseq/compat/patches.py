@@ -8,7 +8,7 @@ import re
 import sys
 import warnings
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from types import ModuleType
 
@@ -205,14 +205,14 @@ def _set_task(parser: argparse.ArgumentParser, args: Namespace) -> None:
     task = getattr(saved, "_name", None) or getattr(saved, "task", None)
     if task is None:
         raise UsageError(f"{args.path} does not name its task: expected --task")
-    if task not in TASK_REGISTRY:
-        raise UsageError(_unregistered("task", task))
+    _refuse_unknown("--task", task, TASK_REGISTRY)
     parser.set_defaults(task=task)
 
 
 @patches("fairseq.options:parse_args_and_arch")
 def use_task_of_checkpoint(original, parser, input_args=None, *others, **options):
     """Set ``--task`` and check ``--arch`` before arguments are parsed."""
+    from fairseq.models import ARCH_MODEL_REGISTRY
     from fairseq.utils import import_user_module
 
     early = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
@@ -222,20 +222,20 @@ def use_task_of_checkpoint(original, parser, input_args=None, *others, **options
     args, _ = early.parse_known_args(input_args)
     import_user_module(args)
     _set_task(parser, args)
-    _check_arch(args.arch)
+    _refuse_unknown("--arch", args.arch, ARCH_MODEL_REGISTRY)
     return original(parser, input_args, *others, **options)
 
 
 # Names a model or task that is not registered, for example without ``--user-dir``. (fairseq ends in
 # ``KeyError: '_name'``, or in an AssertionError.)
 
-_OURS = "smoe_"
-
 
 @patches("fairseq.models:build_model")
 def name_unknown_model(original, cfg, task, from_checkpoint=False):
-    if message := _model_error(getattr(cfg, "_name", None) or getattr(cfg, "arch", None)):
-        raise UsageError(message)
+    from fairseq.models import ARCH_MODEL_REGISTRY, MODEL_DATACLASS_REGISTRY
+
+    name = getattr(cfg, "_name", None) or getattr(cfg, "arch", None)
+    _refuse_unknown("--arch", name, ARCH_MODEL_REGISTRY, MODEL_DATACLASS_REGISTRY)
     return original(cfg, task, from_checkpoint)
 
 
@@ -244,37 +244,21 @@ def name_unknown_task(original, cfg, **options):
     from fairseq.tasks import TASK_REGISTRY
 
     name = getattr(cfg, "task", None) or getattr(cfg, "_name", None)
-    if isinstance(name, str) and name not in TASK_REGISTRY:
-        raise UsageError(_unregistered("task", name))
+    _refuse_unknown("--task", name, TASK_REGISTRY)
     return original(cfg, **options)
 
 
-def _check_arch(arch: str | None) -> None:
-    """For ``fairseq-train --arch``: fairseq's message lists some two hundred names."""
-    from fairseq.models import ARCH_MODEL_REGISTRY
-
-    if message := _model_error(arch):
-        near = nearest(arch, ARCH_MODEL_REGISTRY, cutoff=0)
-        lacks_ours = arch.startswith(_OURS) and not near.startswith(_OURS)
-        raise UsageError(f"--arch {arch}: {message if lacks_ours else f'did you mean {near}?'}")
-
-
-def _model_error(name: str | None) -> str | None:
-    from fairseq.models import ARCH_MODEL_REGISTRY, MODEL_DATACLASS_REGISTRY
-
-    if not name or name in ARCH_MODEL_REGISTRY or name in MODEL_DATACLASS_REGISTRY:
-        return None
-    return _unregistered("model", name)
-
-
-def _unregistered(kind: str, name: str) -> str:
-    if not is_fairseq_command():
-        flag = "arch" if kind == "model" else kind
-        return f"--{flag} {name}: of another plugin; fairseq's commands have it with --user-dir"
-    plugin = f"the plugin of {name}"
-    if str(name).startswith(_OURS):
-        plugin = "$(smoe path), or your own plugin with `import smoe_fairseq` in its __init__.py"
-    return f"--user-dir is missing or wrong, since fairseq has no {kind} {name}: expected {plugin}"
+def _refuse_unknown(flag: str, name, *registries: Mapping) -> None:
+    """Raise UsageError for the name of a model or a task that no registry has."""
+    if not isinstance(name, str) or any(name in registry for registry in registries):
+        return
+    is_ours, near = name.startswith("smoe_"), nearest(name, registries[0])
+    plugin = "$(smoe path), or your own plugin with `import smoe_fairseq` in its __init__.py"
+    meant = near and near.startswith("smoe_") == is_ours
+    raise UsageError(
+        f"{flag} {name}: fairseq has none; {f'did you mean {near}? Or ' * bool(meant)}expected --user-dir "
+        f"{plugin if is_ours else 'of its plugin, in a command of fairseq'}"
+    )
 
 
 # Lets models of ``translation_multi_simple_epoch`` translate through fairseq's Python interface. (It passes
