@@ -15,6 +15,7 @@ A form is one of:
 import json
 import math
 import re
+import string
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from numbers import Real
@@ -111,8 +112,11 @@ def fault(value: Any, form: Form, name: str = "") -> str | None:
 
 
 def choice(name: str, known: Iterable[str]) -> str:
-    """What to write in place of an unknown name, for an error message."""
-    near = nearest(name, known, 0.6)
+    """What to write in place of an unknown name, for an error message; ``A-B-...`` stands for sizes."""
+    names = {
+        each.replace("A-B-...", name.lstrip(string.ascii_letters + "-")): each for each in known
+    }
+    near = names.get(nearest(name, names, 0.6))
     return f"did you mean {near}? " * bool(near) + f"choose one of {', '.join(known)}"
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from smoe_fairseq.cli import main
 from smoe_fairseq.errors import UsageError
-from smoe_fairseq.forms import Number, Settings, fault, read_json
+from smoe_fairseq.forms import Number, Settings, choice, fault, read_json
 
 FORM = {
     "name": str,
@@ -72,6 +72,7 @@ def test_a_mark_of_a_windows_editor_is_passed_over(tmp_path):
 
 def test_an_unknown_key_or_command_has_the_nearest_name_in_its_message(capsys):
     assert "subwords?" in fault({"subword": {}}, Settings(subwords={}, train={}))
+    assert choice("sme-4_4", ["moe-top-4", "smoe-A-B-..."]).startswith("did you mean smoe-A-B-...?")
     with pytest.raises(SystemExit) as ended:
         main(["tabel"])
     assert ended.value.code == 2 and "table?" in capsys.readouterr().err

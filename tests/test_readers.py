@@ -265,6 +265,10 @@ NAMED = {  # files, and the settings with which alone they are found; None: ther
     "folders": (["en-ha/train.tsv", "en-ha/dev.json"], {"splits": {"valid": "dev"}}),
     "others": (["train.en-sw.tsv", "dev.en-sw.tsv"], None),
     "pattern": (["en-ha/train.tsv", "en-ha/valid.tsv"], {}),
+    "order": (
+        ["en-ha/en_to_ha.tsv", "en-ha/dev.tsv"],
+        {"files": {"train": "{pair}/{first}_to_{second}.tsv", "valid": "{pair}/dev.tsv"}},
+    ),
     "meant folders": (["eng-hau/train.json", "eng-hau/valid", "eng-hau/test"], {}),
 }
 

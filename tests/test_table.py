@@ -92,8 +92,10 @@ def test_directions_average_and_missing_cells(tmp_path):
         "\n"
         f"dense: sacreBLEU {SIGNATURE}\n"
         f"smoe-4-4: sacreBLEU {SIGNATURE}\n"
-        "smoe-4-4: 5 of 6 directions are scored, averages over missing ones are left out\n"
-        "untested: 0 of 6 directions are scored, averages over missing ones are left out\n"
+        "smoe-4-4: 5 of 6 directions are scored, averages over missing ones are left out: "
+        "run scripts/evaluate.sh multi30k smoe-4-4\n"
+        "untested: 0 of 6 directions are scored, averages over missing ones are left out: "
+        "run scripts/evaluate.sh multi30k untested\n"
     )
 
 
@@ -617,7 +619,7 @@ def test_scores_of_another_checkpoint_are_noted(tmp_path, kind):
     which = "average:1" if kind == "averaged" else "best"
     name, contents = f"checkpoint_{which.replace(':', '_')}.pt", fingerprints(run, which)
     change_scores(run, checkpoint=name, contents=contents)
-    again = "scripts/evaluate.sh m4 moe --seed 3"
+    again = "scored: run scripts/evaluate.sh m4 moe --seed 3"
     shutil.copyfile(part, tmp_path / "copy")  # without its times
     shutil.move(tmp_path / "copy", part)
     assert again not in table(tmp_path, "m4").stdout

@@ -51,7 +51,8 @@ CHECKPOINT = re.compile(r"(?#best, last or average:N)best|last|average:[1-9][0-9
 _COUNT = Number(1, whole=True)
 _SHARE = Settings(share=Number(0, 1), most=_COUNT)
 _SPLITS = Settings(train=str, valid=str, test=str)
-_NAME = _names("split", "pair", "sorted", "language", "code")  # of a publisher's files
+# Of a publisher's files.
+_NAME = _names("split", "pair", "first", "second", "sorted", "language", "code")
 _DROP = {"drop", "keep"}
 # Flags of a program: a word, several, or none (`true`: the bare flag; `false`: not at all).
 _WORD = (float, str)

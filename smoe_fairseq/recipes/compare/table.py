@@ -260,7 +260,8 @@ def _notes(
         notes.append(f"{name}: was scored without {metric}: {advice}")
     elif missing:
         scored = f"{len(points)} of {len(tested)} directions are scored"
-        notes.append(f"{name}: {scored}, averages over missing ones are left out")
+        advice = again(dataset, name)
+        notes.append(f"{name}: {scored}, averages over missing ones are left out: {advice}")
     if different := scores.different_tests(result, now=tests):
         texts = f"another test set than that in {Folders(dataset).raw} ({', '.join(different)})"
         notes.append(f"{name}: was scored on {texts}: {again(dataset, name)}")

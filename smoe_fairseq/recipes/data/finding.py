@@ -249,8 +249,9 @@ def _both_match(first: Path, second: Path, *_more: Path) -> UsageError:
 def publisher_names(dataset: Dataset, split: str, pair: str, language: str) -> tuple[str, ...]:
     """The possible names of a publisher's file, by the pattern ``raw.files`` with the pair in either order.
 
-    In the pattern, ``{code}`` is the publisher's code of the language (``raw.codes``), ``{sorted}`` is the
-    pair in alphabetical order, and ``{split}`` is the publisher's name of the split (``raw.splits``).
+    In the pattern, ``{code}`` is the publisher's code of the language (``raw.codes``), ``{first}`` and
+    ``{second}`` are the languages of the pair, ``{sorted}`` is the pair in alphabetical order, and
+    ``{split}`` is the publisher's name of the split (``raw.splits``).
     """
     patterns = dataset.raw.get("files", SHARED)
     pattern = patterns if isinstance(patterns, str) else patterns.get(split, SHARED)
@@ -260,7 +261,9 @@ def publisher_names(dataset: Dataset, split: str, pair: str, language: str) -> t
         "language": language,
         "code": dataset.raw.get("codes", {}).get(language, language),
     }
-    return tuple(dict.fromkeys(pattern.format(pair=order, **words) for order in both_orders(pair)))
+    orders = {order: order.split("-") for order in both_orders(pair)}
+    names = (pattern.format(pair=o, first=a, second=b, **words) for o, (a, b) in orders.items())
+    return tuple(dict.fromkeys(names))
 
 
 def all_publisher_names(dataset: Dataset) -> tuple[tuple[str, ...], ...]:

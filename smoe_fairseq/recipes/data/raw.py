@@ -154,6 +154,8 @@ def _copy(folder: Path, clean: Mapping[str, Any], codes: Mapping[str, str], unit
         faults = ", ".join(f"{number:,} {name}" for name, number in left_out.items())
         kept = f"no line of {counts['read']:,} is kept{f' ({faults})' * bool(faults)}"
         advice = "`clean` and, with `raw: {split: hash}`, repeated sources leave lines out"
+        if "overlap" in left_out:  # the other splits were taken from it
+            advice = f"if this is all text of {pair}, give it alone, called {pair}: it is divided"
         raise UsageError(f"{named}: {kept}: {pair} needs one to {split}; {advice}")
     return counts
 
