@@ -106,12 +106,18 @@ def cases():
                     yield direction, side, layer, kind
 
 
-def test_first_choices_are_those_on_paper(analysis):
+def counted(file, number: str, *names: str) -> dict[tuple, Counter]:
+    """By case, the numbers of a table that are not 0, by the values of its columns ``names``."""
     found = {case: Counter() for case in cases()}
-    for row in read(analysis / "load.csv"):
+    for row in read(file):
         case = row["direction"], row["side"], int(row["layer"]), row["kind"]
-        if count := int(row["first_choices"]):
-            found[case][int(row["stratum"]), int(row["expert"])] = count
+        if count := int(row[number]):
+            found[case][tuple(int(row[name]) for name in names)] = count
+    return found
+
+
+def test_first_choices_are_those_on_paper(analysis):
+    found = counted(analysis / "load.csv", "first_choices", "stratum", "expert")
     assert found == {(d, s, la, k): expected(d, s, k) for d, s, la, k in cases()}
 
 
@@ -127,11 +133,7 @@ def test_requested_capacity_is_weighted_by_tokens(analysis):
 
 
 def test_flow_is_the_one_on_paper(analysis):
-    found = {case: Counter() for case in cases()}
-    for row in read(analysis / "flow.csv"):
-        case = row["direction"], row["side"], int(row["layer"]), row["kind"]
-        if count := int(row["tokens"]):
-            found[case][int(row["stratum"]), int(row["chosen_stratum"])] = count
+    found = counted(analysis / "flow.csv", "tokens", "stratum", "chosen_stratum")
     for case in cases():
         want = Counter()
         for (stratum, expert), count in expected(*case[:2], case[3]).items():
@@ -213,11 +215,10 @@ def loaded(multilingual, three_languages):
 def collected(loaded, **options):
     from smoe_fairseq.analysis.record import collect
 
+    samples = [inputs.Samples(*loaded, name, inputs.Subset(**options)) for name in DIRECTIONS]
     return [
-        (d.name, d.sentences, [(b.types.tolist(), b.first_choices.tolist()) for b in d.blocks])
-        for d in (
-            collect(inputs.Samples(*loaded, name, inputs.Subset(**options))) for name in DIRECTIONS
-        )
+        [(block.types.tolist(), block.first_choices.tolist()) for block in collect(each)]
+        for each in samples
     ]
 
 
@@ -297,25 +298,16 @@ def test_losses_with_and_without_the_limit_are_those_of_validation(three_languag
 
 
 def test_a_sentence(three_languages, gates_by_hand, tmp_path, capsys):
-    main(
-        [
-            *one_direction(three_languages, gates_by_hand),
-            "--sentence",
-            "aa0 aa4 aa5",
-            "--output",
-            str(tmp_path / "one"),
-        ]
-    )
+    words = ("--sentence", "aa0 aa4 aa5", "--output", str(tmp_path / "one"))
+    main([*one_direction(three_languages, gates_by_hand), *words])
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "aa-bb"
     assert lines[1] == "encoder layer 1: requested capacity of 1 to 4, mean 2.40"
     assert lines[2].split() == ["__bb__", "aa0", "aa4", "aa5", "</s>"]
     assert lines[3].split() == ["2", "1", "3", "4", "2"]
     assert sum(line.startswith(("encoder", "decoder")) for line in lines) == 4
-    assert sorted(path.name for path in (tmp_path / "one").iterdir()) == [
-        "sentence.png",
-        "sentence.svg",
-    ]
+    files = sorted(path.name for path in (tmp_path / "one").iterdir())
+    assert files == ["sentence.png", "sentence.svg"]
 
 
 def test_a_sentence_of_a_decoder_whose_language_replaces_the_end(

@@ -13,7 +13,7 @@ from fairseq.data import Dictionary
 
 from smoe_fairseq.analysis import figures, report, training_log
 from smoe_fairseq.analysis.capacity import CapacityCheck
-from smoe_fairseq.analysis.record import Block, Direction, TypeCounts
+from smoe_fairseq.analysis.record import Block, TypeCounts
 from smoe_fairseq.analysis.results import Results
 from smoe_fairseq.analysis.sentence import SentenceSide, Stop, visible
 from smoe_fairseq.modules.strata import Strata
@@ -34,8 +34,8 @@ def results():
         sizes={"aa-bb": 5, "bb-aa": 9},
     )
     special = np.zeros(2, dtype=bool)
-    found.add(Direction("aa-bb", 4, 0, (TypeCounts(block, types, special, routes),)))
-    found.add(Direction("bb-aa", 4, 0, (TypeCounts(block, types[:1], special[:1], routes[:1]),)))
+    found.add("aa-bb", [TypeCounts(block, types, special, routes)])
+    found.add("bb-aa", [TypeCounts(block, types[:1], special[:1], routes[:1])])
     return found
 
 

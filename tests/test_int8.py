@@ -151,37 +151,33 @@ def test_the_commands(tiny_run, tmp_path):
         )
 
 
-def test_a_cpu_without_int8_products_is_named(monkeypatch):
+@pytest.fixture
+def unknown():
+    """What the CPU can do is not known yet, and forgotten again."""
+    levels.cache_clear()
+    yield
+    torch.set_default_dtype(torch.float32)
+    levels.cache_clear()
+
+
+def test_a_cpu_without_int8_products_is_named(unknown, monkeypatch):
     monkeypatch.setattr(int8, "_packed", lambda weight: torch.ops.onednn.no_such_operator)
-    levels.cache_clear()
-    try:
-        for call in (lambda: device_of("cpu", int8=True), lambda: check_int8(torch.device("cpu"))):
-            with pytest.raises(UsageError, match="--int8: "):
-                call()
-    finally:
-        levels.cache_clear()
+    for call in (lambda: device_of("cpu", int8=True), lambda: check_int8(torch.device("cpu"))):
+        with pytest.raises(UsageError, match="--int8: "):
+            call()
 
 
-def test_the_default_type_of_tensors_does_not_matter():
-    levels.cache_clear()
+def test_the_default_type_of_tensors_does_not_matter(unknown):
     before = levels()
     torch.set_default_dtype(torch.float64)
     levels.cache_clear()
-    try:
-        assert levels() == before
-    finally:
-        torch.set_default_dtype(torch.float32)
-        levels.cache_clear()
+    assert levels() == before
 
 
-def test_sums_that_saturate_are_noticed(monkeypatch):
+def test_sums_that_saturate_are_noticed(unknown, monkeypatch):
     real = int8._product
     monkeypatch.setattr(int8, "_product", lambda *args: real(*args).clamp(max=2**15))
-    levels.cache_clear()
-    try:
-        assert levels() == 63
-    finally:
-        levels.cache_clear()
+    assert levels() == 63
 
 
 def test_fairseqs_own_models_are_refused(tiny_run):

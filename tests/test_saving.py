@@ -15,16 +15,7 @@ from test_several_processes import LAST, assert_same_bits, content
 
 from smoe_fairseq import locks
 
-FOREVER = (
-    "--max-update",
-    1_000_000,
-    "--max-epoch",
-    0,
-    "--log-interval",
-    1,
-    "--save-interval",
-    10**6,
-)
+FOREVER = "--max-update 1000000 --max-epoch 0 --log-interval 1 --save-interval 1000000".split()
 MODES = {"one": (1, ()), "replicated": (2, ()), "sharded": (2, ("--expert-parallel",))}
 
 

@@ -35,17 +35,14 @@ def analyze_subset(
         capacity=check_capacity(model, task, directions, subset),
         languages={name: inputs.languages(task, name) for name in directions},
     )
-    sentences, too_long = {}, {}
+    samples = {name: inputs.Samples(model, task, name, subset) for name in directions}
     with whole_folder(args.output, called=f"--output {args.output}") as folder:
         with open(folder / "tokens.csv", "w", encoding="utf-8", newline="") as file:
             table = csv.writer(file, lineterminator="\n")
             for name in directions:
-                direction = collect(inputs.Samples(model, task, name, subset))
-                totals.add(direction)
-                table.writerows(results.token_rows(totals, direction))
-                sentences[direction.name] = direction.sentences
-                too_long[direction.name] = direction.too_long
-        totals.run.update(_description(args, model, totals, sentences, too_long))
+                totals.add(name, blocks := collect(samples[name]))
+                table.writerows(results.token_rows(totals, name, blocks))
+        totals.run.update(_description(args, model, totals, samples))
         results.write(folder, totals)
         reason = None
         try:
@@ -85,7 +82,7 @@ def _series(args: Namespace) -> dict:
     return series if args.log or max(map(len, series.values()), default=0) > 1 else {}
 
 
-def _description(args: Namespace, model: nn.Module, totals: results.Results, sentences, too_long):
+def _description(args: Namespace, model: nn.Module, totals: results.Results, samples: dict):
     """The content of ``run.json``."""
     return {
         "smoe_fairseq": smoe_fairseq.__version__,
@@ -96,8 +93,8 @@ def _description(args: Namespace, model: nn.Module, totals: results.Results, sen
         "strata": {block.name: _strata_text(block.strata) for block in totals.blocks},
         "device": next(model.parameters()).device.type,
         "sample": args.sentences,
-        "sentences": sentences,
-        "too_long": too_long,
+        "sentences": {name: each.seen for name, each in samples.items()},
+        "too_long": {name: each.too_long for name, each in samples.items()},
         "min_count": args.min_count,
         "nll_loss": totals.capacity and round(totals.capacity.nll_loss, 6),
         "capacity_nll_loss": totals.capacity and round(totals.capacity.limited_nll_loss, 6),

@@ -225,20 +225,10 @@ class TypeCounts:
         return Counts(self.block, self.first_choices[self.special == special].sum(axis=0))
 
 
-@dataclass(frozen=True)
-class Direction:
-    """All counters of one direction, with blocks in the order of the forward pass."""
-
-    name: str
-    sentences: int
-    too_long: int
-    blocks: tuple[TypeCounts, ...]
-
-
-def collect(samples: inputs.Samples) -> Direction:
+def collect(samples: inputs.Samples) -> list[TypeCounts]:
     """Runs a model over samples, with the references as decoder input.
 
-    The numbers do not depend on the size of the batches.
+    The numbers do not depend on the size of the batches. Blocks are in the order of the forward pass.
     """
     task, blocks = samples.task, []
     with Recorder(samples.model, task).recording() as recorder:
@@ -249,7 +239,7 @@ def collect(samples: inputs.Samples) -> Direction:
         types, counts = block_recorder.counts()
         special = inputs.special(inputs.dictionary_of(task, block.side), task)[types]
         blocks.append(TypeCounts(block, types, special, counts))
-    return Direction(samples.direction, samples.seen, samples.too_long, tuple(blocks))
+    return blocks
 
 
 @torch.no_grad()

@@ -13,7 +13,7 @@ from fairseq.data.indexed_dataset import MMapIndexedDataset
 
 from smoe_fairseq.analysis import inputs
 from smoe_fairseq.analysis.capacity import CapacityCheck
-from smoe_fairseq.analysis.record import Block, Counts, Direction
+from smoe_fairseq.analysis.record import Block, Counts, TypeCounts
 
 # Frequency of token types in the training text.
 
@@ -109,16 +109,16 @@ class Results:
     # ``(3, N)``: types of text, their occurrences and their stops.
     types: dict[tuple[str, str], np.ndarray] = field(default_factory=dict)
 
-    def add(self, direction: Direction) -> None:
+    def add(self, direction: str, blocks: list[TypeCounts]) -> None:
         """Add the sums of a direction, without its counters by token type."""
-        self.directions.append(direction.name)
-        self.blocks = [block.block for block in direction.blocks]
-        for block in direction.blocks:
+        self.directions.append(direction)
+        self.blocks = [block.block for block in blocks]
+        for block in blocks:
             name = block.block.name
             for special in KINDS:
-                self.counts[direction.name, name, special] = block.total(special)
+                self.counts[direction, name, special] = block.total(special)
             numbers = np.stack([block.types, block.occurrences, block.stops])
-            self.types[direction.name, name] = numbers[:, ~block.special]
+            self.types[direction, name] = numbers[:, ~block.special]
 
     @property
     def has_languages(self) -> bool:
@@ -173,16 +173,16 @@ class Results:
 TOKENS = ["direction", "side", "layer", "token", "kind", "frequency_rank", "occurrences"]
 
 
-def token_rows(results: Results, direction: Direction) -> Iterator[list]:
+def token_rows(results: Results, direction: str, blocks: list[TypeCounts]) -> Iterator[list]:
     """Rows of ``tokens.csv``, with the header for the first direction.
 
     The table is written one direction at a time, since it may be larger than memory.
     """
     # Of all blocks, since strata may differ.
-    columns = sorted({c for block in direction.blocks for c in block.block.choices()})
-    if results.directions == [direction.name]:
+    columns = sorted({c for block in blocks for c in block.block.choices()})
+    if results.directions == [direction]:
         yield [*TOKENS, "requested_capacity", *(f"stratum{i}_expert{e}" for i, e in columns)]
-    for block in direction.blocks:
+    for block in blocks:
         side, occurrences, stops = block.block.side, block.occurrences, block.stops
         choices = block.block.choices()
         strata, experts = np.array(choices).T
@@ -190,7 +190,7 @@ def token_rows(results: Results, direction: Direction) -> Iterator[list]:
             ranked = results.ranks is not None and not block.special[n]
             first = dict(zip(choices, block.first_choices[n][strata, experts].tolist()))
             yield [
-                *_names(direction.name, block.block),
+                *_names(direction, block.block),
                 results.dictionaries[side][number],
                 KINDS[bool(block.special[n])],
                 results.ranks[side][number] if ranked else "",
