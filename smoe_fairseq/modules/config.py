@@ -6,8 +6,9 @@ The block's arguments, fairseq's flags (models/options.py) and the checks are ma
 import functools
 import math
 import numbers
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, fields
+from itertools import chain
 from typing import Any, NamedTuple, Optional
 
 from torch import Tensor
@@ -58,6 +59,20 @@ FACTOR = Bounds("expected 0 (no limit) or a positive number", lambda value: 0 <=
 PROBABILITY = Bounds("expected a probability from 0 to below 1", lambda value: 0 <= value < 1)
 SHARE = Bounds("expected a number above 0, up to 1", lambda value: 0 < value <= 1)
 SCALE = Bounds("expected a positive number", lambda value: 0 < value < math.inf)
+COUNT = Bounds("expected a whole number of at least 1", lambda value: value >= 1)
+ANY = Bounds("expected a number", lambda value: not math.isnan(value))
+
+ONE_STRATUM, SEVERAL_STRATA = "one stratum and {chain} 1", "several strata, not {stacked}"
+# What some options, other than in their defaults, are accepted with.
+CONDITIONS = {
+    ONE_STRATUM: lambda c: len(c.layout) == 1,
+    SEVERAL_STRATA: lambda c: len(c.layout.sizes) > 1 and not c.stacked,
+    "strata that are not {stacked}": lambda c: not c.stacked,
+    "{chain} 1": lambda c: c.chain == 1,
+    "{balance} loss": lambda c: c.balance == "loss",
+    "{norms} paper": lambda c: c.norms == "paper",
+    "no {cmr}": lambda c: not c.cmr,
+}
 
 
 def option(
@@ -69,6 +84,7 @@ def option(
     alias: str = "",
     needs: tuple = (),
     harmless: tuple = (),
+    only: Collection[str] = (),
     fast: Collection[str] = (),
 ):
     """A field of `MoEConfig`.
@@ -80,10 +96,11 @@ def option(
         needs: another option, followed by its values for which this option has an effect; those `OF_GATES`
             need a gate that reads them.
         harmless: further values that are accepted where the option has no effect.
+        only: the `CONDITIONS` of all values but the default.
         fast: those of `ALL` that compute all of its values, or ask the gates or experts whether they do.
     """
     metadata = {"help": help, "flag": flag, "choices": choices, "bounds": bounds, "alias": alias}
-    metadata |= {"needs": needs, "harmless": harmless, "fast": fast}
+    metadata |= {"needs": needs, "harmless": harmless, "only": only, "fast": fast}
     return field(default=default, metadata=metadata)
 
 
@@ -125,6 +142,7 @@ class MoEConfig:
         2,
         "experts per token and stratum, null experts included; for gates that learn their number, its "
         "target mean",
+        bounds=COUNT,
         harmless=(1,),
     )
     top_p: float = fast_option(
@@ -148,21 +166,25 @@ class MoEConfig:
         "MoE++: add a learnt linear map of an earlier gate's logits. strata: of the token's last "
         "stop in the layer; layers: of the previous MoE layer, too",
         choices=("none", "strata", "layers"),
+        only=("strata that are not {stacked}",),
     )
     null_experts: int = option(
         0,
         "number of experts that return 0 and cost nothing; use a larger --moe-top-k with them",
         bounds=NUMBER,
+        only=("{balance} loss",),
     )
     copy_experts: int = option(
         0,
         "number of experts that return their input; chosen like null experts",
         bounds=NUMBER,
+        only=("{balance} loss",),
     )
     constant_experts: int = option(
         0,
         "number of experts that mix their input with a learnt vector; chosen like null experts",
         bounds=NUMBER,
+        only=("{balance} loss",),
     )
     expert_ffn_dim: int = fast_option(
         0,
@@ -170,10 +192,15 @@ class MoEConfig:
         bounds=NUMBER,
     )
     shared_experts: int = option(
-        0, "number of experts that every token uses, in addition to the chosen ones", bounds=NUMBER
+        0,
+        "number of experts that every token uses, in addition to the chosen ones",
+        bounds=NUMBER,
+        only=(ONE_STRATUM,),
     )
     residual: bool = option(
-        False, "PR-MoE: add a shared FFN, mixed with the experts by its own gate"
+        False,
+        "PR-MoE: add a shared FFN, mixed with the experts by its own gate",
+        only=(ONE_STRATUM, "no {cmr}"),
     )
     branches: str = option(
         "",
@@ -205,12 +232,15 @@ class MoEConfig:
         "(--smoe-capacity-budget-wt); 0: no such loss",
         "smoe_capacity_budget",
         fast={INFERENCE},
+        only=(SEVERAL_STRATA,),
     )
     exit_bias: float = fast_option(
         0.0,
         "evaluation only: above 0, tokens stop at fewer strata and translation is faster; below "
         "0, at more; set it with --model-overrides",
         "smoe_exit_bias",
+        bounds=ANY,
+        only=(SEVERAL_STRATA,),
     )
     stacked: bool = option(
         False,
@@ -258,11 +288,13 @@ class MoEConfig:
         choices=("paper", "released"),
         alias="--moe-norms",
         fast={INFERENCE},
+        only=("strata that are not {stacked}", "{chain} 1"),
     )
     dropout_per: str = fast_option(
         "stratum",
         "apply dropout to the output of each stratum, or once to the output of the MoE layer",
         choices=("stratum", "layer"),
+        only=("{norms} paper",),
     )
     gate_init_scale: float = fast_option(
         1.0,
@@ -292,7 +324,9 @@ class MoEConfig:
         fast={EVALUATION, INFERENCE},
     )
     cmr: bool = option(
-        False, "conditional MoE routing: a gate chooses between a shared FFN and the experts"
+        False,
+        "conditional MoE routing: a gate chooses between a shared FFN and the experts",
+        only=(ONE_STRATUM,),
     )
     cmr_gate_drop: float = fast_option(
         0.0,
@@ -349,9 +383,8 @@ class MoEConfig:
                 raise OptionError(f"{{{name}}} {{value}}: expected a number", value=repr(value))
             if data["bounds"] and not data["bounds"].hold(value):
                 raise OptionError(f"{{{name}}} {value}: {data['bounds'].expected}")
-        for sentence in (*without_effect(vars(self)).values(), _contradiction(self, self.layout)):
-            if sentence:
-                raise OptionError(sentence)
+        for sentence in chain(without_effect(vars(self)).values(), contradictions(self)):
+            raise OptionError(sentence)
 
     @property
     def layout(self) -> Strata:
@@ -402,103 +435,47 @@ def without_effect(options: Mapping[str, Any]) -> dict[str, str]:
     return found
 
 
-def _contradiction(c: MoEConfig, strata: Strata) -> str | None:
-    """Why the options cannot be combined, as a sentence for `OptionError`; None if they can."""
-    gate, kind, several = c.gate, GATES[c.gate], len(strata) > 1
-    one = f"expected one stratum, such as {{strata}} {strata.num_experts}, not {strata}"
-    if strata.chain > 1:
-        one = f"expected {{chain}} 1, not {strata.chain}"
-
-    # The gate.
+def contradictions(c: MoEConfig) -> Iterator[str]:
+    """What cannot be combined, as sentences for `OptionError`."""
+    strata, kind = c.layout, GATES[c.gate]
+    for each in fields(c):
+        name, value = each.name, getattr(c, each.name)
+        for condition in each.metadata["only"]:
+            if value != each.default and not CONDITIONS[condition](c):
+                shown = f"{{{name}}}" if value is True else f"{{{name}}} {value}"
+                yield f"{shown} with {{strata}} {strata}: expected it with {condition}"
     try:
         parse_numbers(c.gate_options, kind.numbers)
     except ValueError as error:
-        return f"{{gate_options}} {error}, with {{gate}} {gate}"
-    if several and kind.single_stratum:
-        return f"{{gate}} {gate}: {one}"
-    uses_top_k = "top_k" in kind.options
-    if uses_top_k and c.top_k < 1:
-        return f"{{top_k}} {c.top_k}: expected a whole number of at least 1"
+        yield f"{{gate_options}} {error}, with {{gate}} {c.gate}"
+    if kind.single_stratum and not CONDITIONS[ONE_STRATUM](c):
+        yield f"{{gate}} {c.gate} with {{strata}} {strata}: expected it with {ONE_STRATUM}"
     fewest = min(strata.visible) + sum(getattr(c, name) for name in FREE_EXPERTS)
-    if uses_top_k and c.top_k > fewest:
-        return (
-            f"{{top_k}} {c.top_k}: a gate of {{strata}} {strata} sees {fewest} expert{'s' * (fewest != 1)}, "
-            f"so top-k can be at most {fewest}; or give every gate at least {c.top_k} experts"
+    if "top_k" in kind.options and c.top_k > fewest:
+        yield (
+            f"{{top_k}} {c.top_k}: a gate of {{strata}} {strata} sees {fewest} expert{'s' * (fewest != 1)}; "
+            f"expected at most {fewest}, or larger strata"
         )
-    if c.gate_residual != "none" and strata.stacked:
-        value = c.gate_residual
-        return (
-            f"{{gate_residual}} {value} with {{stacked}}: expected none, as gates see other experts"
-        )
-    if c.gate_residual == "strata" and not several:
-        return f"{{gate_residual}} strata: {{strata}} {strata} has a single gate; expected none, or layers"
+    if c.gate_residual == "strata" and len(strata) == 1:
+        yield f"{{gate_residual}} strata: {{strata}} {strata} has one gate; expected none or layers"
     if kind.needs_capacity and not c.capacity_factor:
-        return (
-            f"{{capacity_factor}} {c.capacity_factor}: with {{gate}} {gate} it is the mean number of experts "
-            "per token; expected a positive number"
-        )
+        mean = f"with {{gate}} {c.gate} it is the mean number of experts per token"
+        yield f"{{capacity_factor}} {c.capacity_factor}: {mean}; expected a positive number"
     if kind.extra_input == "id" and not _is_table(c.hash_table, strata.num_experts):
-        return (
-            f"{{hash_table}}: {{gate}} {gate} expects a vector with a number from 0 to "
-            f"{strata.num_experts - 1} for each token id"
-        )
-
-    # Balance.
-    for name in FREE_EXPERTS:
-        if c.balance == "bias" and getattr(c, name):
-            return (
-                f"{{{name}}} {getattr(c, name)} with {{balance}} bias: {name.replace('_', ' ')} are balanced "
-                "by the loss; expected 0, or {balance} loss"
-            )
+        numbers = f"a number from 0 to {strata.num_experts - 1} for each token id"
+        yield f"{{hash_table}}: {{gate}} {c.gate} expects a vector with {numbers}"
     if c.balance == "bias" and c.top_k > 1 and c.second_expert_policy == "sampling":
-        return (
-            "{second_expert_policy} sampling with {balance} bias: sampling ignores the bias; expected all or "
-            "random"
-        )
+        expected = "expected all or random, since sampling ignores the bias"
+        yield f"{{second_expert_policy}} sampling with {{balance}} bias: {expected}"
     if c.balance_over == "update" and not c.learns_balance:
-        return (
-            f"{{balance_over}} update: {{gate}} {gate} with {{balance}} {c.balance} has no balance loss; "
-            "expected batch"
-        )
-
-    # Options of the requested capacity.
-    for name in ("capacity_budget", "exit_bias"):
-        if getattr(c, name) and (len(strata.sizes) == 1 or strata.stacked):
-            stacked = " and {stacked}" * strata.stacked
-            return (
-                f"{{{name}}} {getattr(c, name)} with {{strata}} {strata}{stacked}: no gate sees later "
-                "strata; expected 0, or several strata such as 4-4"
-            )
+        none = f"{{gate}} {c.gate} with {{balance}} {c.balance} has no balance loss"
+        yield f"{{balance_over}} update: {none}; expected batch"
     if c.capacity_budget and not 1 <= c.capacity_budget <= len(strata):
-        return (
-            f"{{capacity_budget}} {c.capacity_budget}: expected 0 (none) or a number from 1 to the "
-            f"{len(strata)} strata of {strata}"
-        )
-    if math.isnan(c.exit_bias):
-        return f"{{exit_bias}} {c.exit_bias}: expected a number, above 0 for fewer stops"
-
-    # Norms and branches.
+        expected = f"expected 0 (none), or 1 to the {len(strata)} strata of {strata}"
+        yield f"{{capacity_budget}} {c.capacity_budget}: {expected}"
     if unknown := [name for name in c.extra if name not in BRANCHES]:
         known = ", ".join(BRANCHES) or "those of a plugin, which has to be imported"
-        return f"{{branches}} {unknown[0]}: expected names of {known}"
-    released = c.norms == "released"
-    if released and strata.stacked:
-        return "{norms} released: {stacked} has no inner norms; expected paper"
-    if released and strata.chain > 1:
-        return f"{{norms}} released with {{chain}} {strata.chain}: expected paper"
-    if released and c.dropout_per == "layer":
-        return (
-            "{dropout_per} layer: with {norms} released there is no residual around the layer; expected "
-            "stratum"
-        )
-    if several and c.shared_experts:
-        return f"{{shared_experts}} {c.shared_experts}: {one}"
-    for name in ("residual", "cmr"):
-        if several and getattr(c, name):
-            return f"{{{name}}}: {one}"
-    if c.residual and c.cmr:
-        return "{residual} with {cmr}: expected one of the two"
-    return None
+        yield f"{{branches}} {unknown[0]}: expected names of {known}"
 
 
 def _is_table(table: Tensor | None, num_experts: int) -> bool:

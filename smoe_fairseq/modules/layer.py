@@ -28,10 +28,10 @@ from smoe_fairseq.modules.config import FIRST_RESIDUAL, MoEConfig
 from smoe_fairseq.modules.experts import Experts, start_pass
 from smoe_fairseq.modules.gates import GATES
 from smoe_fairseq.modules.gates.linear import Gate
-from smoe_fairseq.modules.parallel import Placement, compute_over_ranks
+from smoe_fairseq.modules.parallel import Placement, compute_experts
 from smoe_fairseq.modules.registry import BRANCHES
 from smoe_fairseq.modules.routing import Routing
-from smoe_fairseq.modules.rows import Copies, IndexedTokens, MaskedTokens, like
+from smoe_fairseq.modules.rows import IndexedTokens, MaskedTokens, like
 from smoe_fairseq.modules.statistics import RoutingStats, StatsBuilder
 from smoe_fairseq.modules.strata import OptionError
 
@@ -171,26 +171,7 @@ class StratifiedMoE(nn.Module):
             ``y`` that replaces ``x`` (residual included; padding is unchanged), and the statistics; None
             without ``with_stats``, unless ``gate_residual="layers"``.
         """
-        if not isinstance(x, Tensor):
-            raise ValueError(
-                f"x is a {type(x).__name__}: expected a tensor; a block returns a pair"
-            )
-        if not torch.compiler.is_compiling():
-            if torch.jit.is_tracing():
-                raise RuntimeError(
-                    "torch.jit.trace records the routing of one input: use torch.export"
-                )
-            if torch_features.has_transform():
-                raise RuntimeError(
-                    "torch.func and torch.vmap do not support StratifiedMoE: use autograd"
-                )
-        if padding_mask is not None and (
-            padding_mask.shape != x.shape[:-1] or padding_mask.dtype != torch.bool
-        ):
-            raise ValueError(
-                f"padding_mask is {padding_mask.dtype} of shape {tuple(padding_mask.shape)}: expected "
-                f"torch.bool of shape {tuple(x.shape[:-1])}, True at padding"
-            )
+        check_input(x, padding_mask)
         if self.stratum_of_expert.device != x.device:  # fully_shard moved only the weights
             self.compute_tables()
         if fused.applies(self, x):
@@ -198,6 +179,12 @@ class StratifiedMoE(nn.Module):
         with_stats = with_stats or self.stats_builder.returns_gate_logits
         if not with_stats and inference.applies(self, x):
             return inference.forward(self, x, padding_mask), None
+        return self._forward(x, padding_mask, with_stats, self._gate_inputs(x, ids, gate_logits))
+
+    def _forward(
+        self, x: Tensor, padding_mask: Tensor | None, with_stats: bool, extra_T: Tensor | None
+    ) -> tuple[Tensor, RoutingStats | None]:
+        """The general way, for all options; ``extra`` is of `_gate_inputs`."""
         x_TD, weights = x.reshape(-1, x.shape[-1]), self.experts.weights()
         run, placement = start_pass(self.execution, self.experts, weights), self.experts.placement
         # The last stratum that each token visited or skipped; -1 before the first.
@@ -207,7 +194,6 @@ class StratifiedMoE(nn.Module):
         position_T = position_T.masked_fill(unrouted_T, len(self.strata))
         # On other devices the host would wait for the number of tokens.
         indexes = run.on_host and x.device.type == "cpu"
-        extra_T = self._gate_inputs(x, ids, gate_logits)
         visits = []
         y_TD = self.layer_norms.start(x_TD)
 
@@ -230,17 +216,10 @@ class StratifiedMoE(nn.Module):
                 position_T = tokens.replace(position_T, self._stratum_of_first_choice(i, routing))
             # y = sum_e G_e FFN_e(x') (eq. 6), and the branches
             weight_TK = mask_outputs(routing.weight_TK, self.config.eom, self.training)
-            most = routing.most or (0 if gate.any_number else None)
-            places = routing.rank_TK, routing.kept_E, own
-            copies = Copies(routing.expert_TK, weight_TK, *places, most=most)
+            copies = routing.copies(weight_TK, own, few=gate.any_number)
             branches = partial(self._compute_branches, h_TD, routing)
-            if placement.is_sharded:
-                result, outputs = compute_over_ranks(
-                    placement, run, h_TD, copies, weights, branches
-                )
-            else:
-                result, outputs = run(h_TD, copies, weights), branches()
-            out_TD, weights = result
+            result = compute_experts(placement, run, h_TD, copies, weights, branches)
+            (out_TD, weights), outputs = result
             for branch, output in zip(self.branches, outputs, strict=True):
                 out_TD = branch.combine(out_TD, output)
             # x <- y + x (eq. 7)
@@ -302,6 +281,26 @@ class StratifiedMoE(nn.Module):
             observed_LN = observed_LN.sum(0).expand_as(observed_LN)
         for gate, observed_N in zip(self.gates, observed_LN, strict=True):
             gate.update(observed_N[: gate.num_observed])
+
+
+def check_input(x: Tensor, padding_mask: Tensor | None) -> None:
+    """Raise as `StratifiedMoE.forward` says."""
+    if not isinstance(x, Tensor):
+        raise ValueError(f"x is a {type(x).__name__}: expected a tensor; a block returns a pair")
+    if not torch.compiler.is_compiling():
+        if torch.jit.is_tracing():
+            raise RuntimeError("torch.jit.trace records the routing of one input: use torch.export")
+        if torch_features.has_transform():
+            raise RuntimeError(
+                "torch.func and torch.vmap do not support StratifiedMoE: use autograd"
+            )
+    if padding_mask is not None and (
+        padding_mask.shape != x.shape[:-1] or padding_mask.dtype != torch.bool
+    ):
+        raise ValueError(
+            f"padding_mask is {padding_mask.dtype} of shape {tuple(padding_mask.shape)}: expected "
+            f"torch.bool of shape {tuple(x.shape[:-1])}, True at padding"
+        )
 
 
 def may_have_padding(padding_mask: Tensor) -> bool:

@@ -175,7 +175,7 @@ class Trip:
         return y_ND
 
 
-def compute_over_ranks(
+def compute_experts(
     placement: Placement,
     run: Callable,
     x_TD: Tensor,
@@ -183,12 +183,14 @@ def compute_over_ranks(
     weights: Weights,
     branches: Callable[[], Any],
 ) -> tuple[tuple[Tensor, Weights], Any]:
-    """``run(x, copies, weights)`` and ``branches()``, with experts sharded over ranks.
+    """``run(x, copies, weights)`` and ``branches()``.
 
-    Copies travel to their experts by all-to-all. ``branches`` are computed while the outputs travel back.
+    Copies for sharded experts travel by all-to-all. ``branches`` are computed while the outputs travel back.
     Every rank of the group makes the same three collective calls, even without tokens: one exchange of
     counts and two of rows, without padding.
     """
+    if not placement.is_sharded:
+        return run(x_TD, copies, weights), branches()
     end = copies.own.start + len(copies.kept_E)
     kept_C = F.pad(copies.kept_E, (copies.own.start, placement.num_experts - end))
     trip = Trip(placement, kept_C, copies.own)

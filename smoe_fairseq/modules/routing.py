@@ -9,6 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from smoe_fairseq.modules.rows import Copies
+
 DROP_ORDERS = ("sentence", "score", "random")
 
 
@@ -166,6 +168,17 @@ class Routing(NamedTuple):
     def expert_TK(self) -> Tensor:
         """The expert of each copy; E for choices that are no copies."""
         return self.choice_TK.masked_fill(~self.kept_TK, self.num_experts)
+
+    def copies(self, weight_TK: Tensor, own: range, few: bool) -> Copies:
+        """The copies, for the experts.
+
+        Args:
+            weight_TK: of each copy.
+            own: experts that no later gate sees, as the block numbers them.
+            few: whether their number is to be read, if the gate knows no bound.
+        """
+        places = self.expert_TK, weight_TK, self.rank_TK, self.kept_E, own
+        return Copies(*places, most=self.most or (0 if few else None))
 
     @property
     def chosen_TK(self) -> Tensor:
