@@ -94,7 +94,7 @@ def gradients(y, loss, x, params):
 def known_options(block, shape, gate_logits=None):
     """The options of the plain loops for a block and the shape of its tokens."""
     config, sentences = block.config, torch.Size(shape[:-1]).numel()
-    same = "gate top_k stacked chain drop_order norms scores top_p".split()
+    same = "gate top_k stacked chain drop_order norms scores top_p exit_bias".split()
     options = {name: getattr(config, name) for name in same}
     options |= {"normalization": config.gate_normalization, "copies": config.copy_experts}
     options |= {"gated": config.activation_fn if config.activation_fn in GATED else None}

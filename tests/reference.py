@@ -149,7 +149,7 @@ DEFAULTS = {
     **{"scores": "softmax", "copies": 0, "top_p": 0.4, "factor": 2.0, "training": True},
     # Of each gate a bias per expert; of each token its id and sentence, and the logits of another layer's
     # gate, which gates with a residual add.
-    **{"bias": None, "ids": None, "sentences": None, "earlier": None},
+    **{"exit_bias": 0, "bias": None, "ids": None, "sentences": None, "earlier": None},
 }
 
 
@@ -161,7 +161,6 @@ def reference(params, strata, x, padding, **options):
     """
     assert options.keys() <= DEFAULTS.keys()
     options = {**DEFAULTS, **options}
-    params = {**params, "gated": options["gated"]}
     stacked, chain, earlier = (options[name] for name in ("stacked", "chain", "earlier"))
     sizes = [int(size) for size in strata.split("-")]
     num_strata = max(len(sizes), chain)
@@ -169,7 +168,11 @@ def reference(params, strata, x, padding, **options):
     home = [i for i, size in enumerate(sizes) for _ in range(size)]
     released = options["norms"] == "released"
     ahead = [sum(sizes[i : i + 1] if stacked else sizes[i:]) for i in range(num_strata)]
-    options["visible"] = ahead = [sum(sizes)] * chain if chain > 1 else ahead
+    ahead = [sum(sizes)] * chain if chain > 1 else ahead
+    exit_bias = 0 if options["training"] else options["exit_bias"]
+    later = [[exit_bias * (s > i) for s in home if s >= i][:n] for i, n in enumerate(ahead)]
+    params = {**params, "gated": options["gated"], "raised": later}
+    options["visible"] = ahead
     state = [row for row in x]
     if stacked:
         state = [layer_norm(params, 0, row) for row in x]
@@ -200,6 +203,9 @@ def reference(params, strata, x, padding, **options):
                 mixed = mixed + weight * (ffn(params, offset + expert, h) if out is None else out)
             if "shared.fc1.weight" in params:
                 mixed = mixed + network(params, "shared", h)
+            if "cmr.fc1.weight" in params:
+                share = 1 / (1 + torch.exp(-(params["cmr.gate.weight"][0] @ h)))
+                mixed = share * mixed + (1 - share) * network(params, "cmr", h)
             if "residual.fc1.weight" in params:
                 logits = params["residual.mix.weight"] @ h + params["residual.mix.bias"]
                 moe, own = gates.softmax(list(logits))

@@ -7,6 +7,7 @@ asks for, best first, with their weights; the expert that decides where it goes 
 import functools
 import math
 from fractions import Fraction
+from itertools import zip_longest
 
 import torch
 
@@ -31,7 +32,10 @@ def logits_of(params, i, inputs, earlier=None):
 
 
 def scores_of(params, i, inputs, earlier=None):
-    return [softmax(list(row)) for row in logits_of(params, i, inputs, earlier)]
+    """Of logits that an exit bias has raised: those of experts in later strata."""
+    rows = logits_of(params, i, inputs, earlier)
+    raised = params["raised"][i]
+    return [softmax([z + r for z, r in zip_longest(row, raised, fillvalue=0)]) for row in rows]
 
 
 def best(scores, number):

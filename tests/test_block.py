@@ -53,11 +53,15 @@ CASES = [
     *grid(strata=[*STRATA, "1-1-1"], norms="released", top_k=1, **LIMITED),
     *grid(strata=["4-4", "2-2-2-2"], second_expert_policy="sampling", training=False),
     *grid(strata="4-4", capacity_factor=0.0, eval_capacity_factor=0.5, training=MODES),
+    *grid(strata=["4-4", "2-3-4"], exit_bias=[-2.0, 0.7, 3.0], training=MODES),
+    *grid(strata="2-2-2", gate="top-p", exit_bias=[-2.0, 0.7], training=False),
+    *grid(strata="3-3-3", top_k=3, null_experts=2, exit_bias=[1.0, -1.0], training=False),
     # Experts, and networks beside them.
     *grid(strata="4-4", activation_fn=["swiglu", "geglu", "reglu"], **LIMITED),
     *grid(strata="4", activation_fn=["swiglu", "reglu"], shared_experts=2, residual=True),
     *grid(strata="4", gate=["topk", "base"], shared_experts=3, residual=MODES, expert_ffn_dim=4),
     *grid(strata="4", residual=True, expert_ffn_dim=4, top_k=1),
+    *grid(strata="8", cmr=True, activation_fn=["relu", "swiglu"], **LIMITED),
     # Free experts, which beside a gate's own ones have no capacity.
     *grid(strata=["8", "4-4", "2-2-2-2"], null_experts=3, **FREE),
     *grid(strata="8", copy_experts=2, constant_experts=3, **FREE),

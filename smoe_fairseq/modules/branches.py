@@ -132,7 +132,8 @@ class ConditionalRouting(FeedForward):
         self.gate_drop = gate_drop
 
     def compute(self, x_TD: Tensor, routing: Routing) -> CMROutput:
-        gate_T1 = self.gate(x_TD).float().sigmoid()
+        logits_T1 = self.gate(x_TD)
+        gate_T1 = logits_T1.to(torch.promote_types(logits_T1.dtype, torch.float32)).sigmoid()
         active_T1 = routing.active_T.unsqueeze(1).to(gate_T1.dtype)
         gate_sum, tokens = (gate_T1 * active_T1).sum(), active_T1.sum()
         if self.training and self.gate_drop > 0:
