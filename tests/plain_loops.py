@@ -19,6 +19,35 @@ PADDING = {"none": [], "some": [0, 7, 16, 17], "all": list(range(T))}
 IDS = torch.arange(T) * 5 % 7
 TABLE = torch.tensor([3, 0, 7, 3, 1, 6, 2])
 EXECUTIONS = ("per-expert", "grouped")
+FREE = {"copy_experts": 1, "constant_experts": 2, "null_experts": 2}
+# Options of blocks: each gate, and each kind of strata, norms, experts and networks beside them.
+SYSTEMS = [
+    {"strata": "8", "top_k": 1},
+    {"strata": "2-2-2-2"},
+    {"strata": "4-4", "capacity_factor": 1.0},
+    {"strata": "2-2-4", "top_k": 3},
+    {"strata": "4-4", "capacity_factor": 1.0, "gate_normalization": "before-drop"},
+    {"strata": "2-2-2-2", "capacity_factor": 0.5, "drop_order": "score"},
+    {"strata": "4-4", "stacked": True},
+    {"strata": "2-2-2-2", "norms": "released"},
+    {"strata": "8", "norms": "released"},
+    {"strata": "5", "chain": 2},
+    {"strata": "8", "null_experts": 4, "gate_normalization": "none"},
+    {"strata": "4-4", "top_k": 3, **FREE},
+    {"strata": "4-4", "scores": "sigmoid"},
+    {"strata": "8", "residual": True, "top_k": 1},
+    {"strata": "8", "shared_experts": 2, "expert_ffn_dim": 32},
+    {"strata": "8", "cmr": True},
+    {"strata": "4-4", "balance": "bias"},
+    {"strata": "4-4", "capacity_budget": 1.2},
+    {"strata": "4-4", "gate": "top-p", "top_p": 0.6},
+    {"strata": "4-4", "gate": "relu"},
+    {"strata": "4-4", "gate": "threshold"},
+    {"strata": "1", "gate": "depths", "capacity_factor": 0.5},
+    {"strata": "8", "gate": "hash"},
+    {"strata": "8", "gate": "base"},
+    {"strata": "8", "gate": "expert-choice", "capacity_factor": 2.0},
+]
 
 
 PRODUCT = torch_features.grouped_mm

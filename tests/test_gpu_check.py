@@ -107,7 +107,12 @@ def test_the_block_is_compared_with_other_options(monkeypatch):
     """A block that drops nothing is not right where the plain loops drop."""
     from benchmarks.gpu import right
 
-    given = {"strata": "4-4", **right.LIMITED}, torch.float32, "per-expert", torch.device("cpu")
+    given = (
+        {"strata": "4-4", "capacity_factor": 1.0},
+        torch.float32,
+        "per-expert",
+        torch.device("cpu"),
+    )
     assert right.compare(*given)["ok"]
     monkeypatch.setattr(Capacity, "current_factor", 0.0)
     assert not right.compare(*given)["ok"]

@@ -6,22 +6,13 @@ import pytest
 import torch
 import torchgen
 import yaml
+from plain_loops import SYSTEMS, make_block
 from torch.utils._python_dispatch import TorchDispatchMode
-
-from smoe_fairseq.modules import StratifiedMoE
 
 LIST = Path(torchgen.__file__).parent / "packaged/ATen/native/native_functions.yaml"
 FOR_ALL = {"MPS", "CompositeExplicitAutograd", "CompositeExplicitAutogradNonFunctional"}
-SYSTEMS = {
-    "per-expert": {"strata": "2-3"},
-    "grouped": {"strata": "2-3", "execution": "grouped"},
-    "capacity": {"strata": "4", "capacity_factor": 0.5, "drop_order": "random"},
-    "threshold": {"strata": "2-3", "gate": "threshold"},
-    "top-p": {"strata": "2-3", "gate": "top-p"},
-    "null": {"strata": "2-3", "null_experts": 1},
-    "dropout": {"strata": "2-3", "dropout": 0.1, "activation_dropout": 0.1},
-    "gelu": {"strata": "2-3", "activation_fn": "gelu", "activation_dropout": 0.1},
-}
+MORE = [{"execution": "grouped"}, {"drop_order": "random", "capacity_factor": 0.5}]
+MORE += [{"activation_fn": each, "activation_dropout": 0.1} for each in ("relu", "gelu")]
 
 
 @pytest.fixture(scope="module")
@@ -54,15 +45,18 @@ class Names(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("system", SYSTEMS)
-def test_operations(system, of_cpu_and_cuda_alone):
+@pytest.mark.parametrize(
+    "options", [*SYSTEMS, *({"strata": "2-3", **each} for each in MORE)], ids=str
+)
+def test_operations(options, of_cpu_and_cuda_alone):
     if "_embedding_bag" in of_cpu_and_cuda_alone:
         pytest.skip("this torch cannot sum copies on MPS")
     assert of_cpu_and_cuda_alone and "index_select" not in of_cpu_and_cuda_alone
-    block = StratifiedMoE(16, 16, **SYSTEMS[system])
+    block = make_block(sizes=(16, 16), **options).float()
     mask = torch.zeros(2, 7, dtype=torch.bool)
     mask[0, 5:] = True
     with Names() as names:
-        y, stats = block(torch.randn(2, 7, 16, requires_grad=True), mask)
+        ids = torch.zeros_like(mask, dtype=torch.long)
+        y, stats = block(torch.randn(2, 7, 16, requires_grad=True), mask, ids=ids)
         (y.sum() + stats.balance_loss).backward()
     assert not names.found & of_cpu_and_cuda_alone

@@ -1,8 +1,5 @@
 """What torch lacks is done without: looked for in one place, and here taken away."""
 
-import subprocess
-import sys
-
 import pytest
 import torch
 
@@ -38,28 +35,3 @@ def test_without_a_grouped_product_none_is_chosen(without_grouped_mm, monkeypatc
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     experts = StratifiedMoE(16, 32, "4-4").experts
     assert type(start_pass("auto", experts, experts.weights())).__name__ == "PerExpert"
-
-
-TORCH_ALONE = """
-import sys
-
-class Missing:
-    def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in ("fairseq", "numpy", "omegaconf", "scipy", "yaml"):
-            raise ModuleNotFoundError(name, name=name)
-
-sys.meta_path.insert(0, Missing())
-import torch
-from smoe_fairseq.modules import StratifiedMoE
-
-block = StratifiedMoE(8, 8, strata="2-2")
-y, stats = block(torch.randn(2, 3, 8))
-(y.sum() + stats.balance_loss).backward()
-print(block.eval()(torch.randn(2, 3, 8))[0].shape)
-"""
-
-
-def test_the_block_needs_torch_alone():
-    command = [sys.executable, "-P", "-c", TORCH_ALONE]
-    result = subprocess.run(command, capture_output=True, text=True)
-    assert result.stdout == "torch.Size([2, 3, 8])\n", result.stderr

@@ -16,34 +16,10 @@ from benchmarks.gpu.training import attempt
 from benchmarks.timing import ROOT
 from smoe_fairseq.modules import StratifiedMoE
 
+sys.path.insert(0, str(ROOT / "tests"))
+import plain_loops  # noqa: E402
+
 T, D, F = 32, 16, 24
-LIMITED = {"capacity_factor": 1.0}
-FREE = {"copy_experts": 1, "constant_experts": 2, "null_experts": 2}
-# Options of blocks.
-CASES = [
-    {"strata": "8", "top_k": 1},
-    {"strata": "2-2-2-2"},
-    {"strata": "4-4", **LIMITED},
-    {"strata": "2-2-4", "top_k": 3},
-    {"strata": "4-4", **LIMITED, "gate_normalization": "before-drop"},
-    {"strata": "2-2-2-2", "capacity_factor": 0.5, "drop_order": "score"},
-    {"strata": "4-4", "stacked": True},
-    {"strata": "2-2-2-2", "norms": "released"},
-    {"strata": "8", "norms": "released"},
-    {"strata": "5", "chain": 2},
-    {"strata": "8", "null_experts": 4, "gate_normalization": "none"},
-    {"strata": "4-4", "top_k": 3, **FREE},
-    {"strata": "4-4", "scores": "sigmoid"},
-    {"strata": "8", "residual": True, "top_k": 1},
-    {"strata": "8", "shared_experts": 1},
-    {"strata": "4-4", "gate": "top-p", "top_p": 0.6},
-    {"strata": "4-4", "gate": "relu"},
-    {"strata": "4-4", "gate": "threshold"},
-    {"strata": "1", "gate": "depths", "capacity_factor": 0.5},
-    {"strata": "8", "gate": "hash"},
-    {"strata": "8", "gate": "base"},
-    {"strata": "8", "gate": "expert-choice", "capacity_factor": 2.0},
-]
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 6e-2}
 # In bf16 a token near a tie may go to another expert, and with it the tokens that it displaces.
 SHARE = {torch.float32: 1.0, torch.bfloat16: 0.9}
@@ -52,7 +28,7 @@ SHARE = {torch.float32: 1.0, torch.bfloat16: 0.9}
 def block(context: Context) -> Iterator[dict]:
     """Each case in fp32 and bf16, in each execution."""
     device = torch.device(context.device)
-    for made in itertools.product(CASES, TOLERANCE, executions(device)):
+    for made in itertools.product(plain_loops.SYSTEMS, TOLERANCE, executions(device)):
         options, dtype, execution = made
         name = " ".join(f"{option} {value}" for option, value in options.items())
         case = f"{name}, {str(dtype).removeprefix('torch.')}, {execution}"
@@ -61,9 +37,6 @@ def block(context: Context) -> Iterator[dict]:
 
 def compare(options: dict, dtype: torch.dtype, execution: str, device: torch.device) -> dict:
     """``tokens``: the share whose output agrees; ``gradients``: cosine of all gradients with theirs."""
-    sys.path.insert(0, str(ROOT / "tests"))
-    import plain_loops
-
     made = plain_loops.make_block(sizes=(D, F), **{"capacity_factor": 0.0, **options})
     made = made.to(device, dtype)
     made.execution = execution
