@@ -11,13 +11,13 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 from fairseq import utils
-from fairseq.distributed import utils as distributed
 from torch import Tensor
 
 from smoe_fairseq.errors import UsageError
 from smoe_fairseq.languages import bleu_tokenizer, is_unspaced
 from smoe_fairseq.models.transformer import SMoETransformerModel
 from smoe_fairseq.subwords import has_nmt_pieces, has_pieces
+from smoe_fairseq.training import launch
 from smoe_fairseq.translate.directions import is_multilingual, task_for
 from smoe_fairseq.translate.readout import Readout
 from smoe_fairseq.translate.search import BeamSearch, SearchOptions
@@ -57,31 +57,24 @@ def scores(trainer, number: int, beam: int) -> dict[str, float]:
         ranks, rank = 1, 0
     search = BeamSearch(task.target_dictionary, SearchOptions(beam=beam))
     model.eval()
-    sums: list[dict[str, Tensor]] = []
-    metrics = {}
+    found: dict[str, list[float]] = {}
     subset = trainer.cfg.dataset.valid_subset.split(",")[0]
     for direction, batches in _batches(task, subset, number):
-        metrics = _metrics(direction[1], trainer.cfg.checkpoint.best_checkpoint_metric == "ter")
-        totals = {name: torch.zeros(_SIZES[name], dtype=torch.float64) for name in metrics}
-        directed = task_for(task, *direction)
+        directed, pairs = task_for(task, *direction), []
         for sample in batches[rank::ranks]:
             if trainer.cuda:
                 sample = utils.move_to_cuda(sample)
-            hypotheses = directed.inference_step(search, [model], sample)
-            texts, references = _texts(directed, sample, hypotheses)
-            for name, metric in metrics.items():
-                counts = metric._extract_corpus_statistics(texts, [references])
-                totals[name] += torch.tensor(counts, dtype=torch.float64).sum(0)
-        sums.append(totals)
-    result = {}
-    for name, metric in metrics.items():
-        total_DN = torch.stack([totals[name] for totals in sums])
+            pairs += _texts(directed, sample, directed.inference_step(search, [model], sample))
         if ranks > 1:
-            total_DN = total_DN.to(trainer.device)
-            distributed.all_reduce(total_DN, trainer.data_parallel_process_group)
-        by_direction = [metric._compute_score_from_stats(row).score for row in total_DN.tolist()]
-        result[name] = round(sum(by_direction) / len(by_direction), 3)
-    return result
+            pairs = [pair for own in launch.all_gather(pairs) for pair in own]
+        if not pairs:  # all sentences are too long
+            continue
+        texts, references = map(list, zip(*pairs, strict=True))
+        with_ter = trainer.cfg.checkpoint.best_checkpoint_metric == "ter"
+        for name, metric in _metrics(direction[1], with_ter).items():
+            score = metric.corpus_score(texts, [references]).score
+            found.setdefault(name, []).append(score)
+    return {name: round(sum(scores) / len(scores), 3) for name, scores in found.items()}
 
 
 def _metrics(language: str, with_ter: bool = False) -> dict:
@@ -90,16 +83,11 @@ def _metrics(language: str, with_ter: bool = False) -> dict:
 
     tokenizer = bleu_tokenizer(language)
     try:
-        bleu = BLEU(tokenize=tokenizer)
+        bleu = BLEU(tokenize=tokenizer, force=True)
     except (ImportError, RuntimeError):
-        bleu = BLEU(tokenize="char" if is_unspaced(language) else "13a")
+        bleu = BLEU(tokenize="char" if is_unspaced(language) else "13a", force=True)
     # TER takes longer than the translations.
     return {"chrf": CHRF(word_order=2), "bleu": bleu} | ({"ter": TER()} if with_ter else {})
-
-
-# Lengths of sacreBLEU's statistics: three counts for each of 6 orders of letters and 2 of words; matches and
-# totals of 4 orders of words, and two lengths; edits and words of the reference.
-_SIZES = {"chrf": 24, "bleu": 10, "ter": 2}
 
 
 def _batches(task, subset: str, number: int) -> Iterator[tuple[tuple[str, str], list[dict]]]:
@@ -119,8 +107,8 @@ def _batches(task, subset: str, number: int) -> Iterator[tuple[tuple[str, str], 
         yield (source, target), samples
 
 
-def _texts(task, sample: dict, hypotheses: list) -> tuple[list[str], list[str]]:
-    """Translations and references; ``task`` is that of the direction."""
+def _texts(task, sample: dict, hypotheses: list) -> list[tuple[str, str]]:
+    """Each translation and its reference; ``task`` is that of the direction."""
     dictionary, hidden = task.target_dictionary, Readout(None, (), task).hidden
     subwords = None
     if has_pieces(dictionary):
@@ -132,5 +120,5 @@ def _texts(task, sample: dict, hypotheses: list) -> tuple[list[str], list[str]]:
         ids = ids[ids != dictionary.pad()].int().cpu()
         return dictionary.string(ids, subwords, extra_symbols_to_ignore=hidden)
 
-    translations = [text(best["tokens"]) for best, *_ in hypotheses]
-    return translations, [text(ids) for ids in sample["target"]]
+    pairs = zip(hypotheses, sample["target"], strict=True)
+    return [(text(best["tokens"]), text(ids)) for (best, *_), ids in pairs]
