@@ -301,9 +301,9 @@ def test_a_run_whose_best_checkpoint_is_still_to_come(unevaluated):
     run = unevaluated / "runs/tiny/smoe-2-2"
     (run / "checkpoint_best.pt").unlink()
     ended = refusal(evaluate_again(unevaluated))
-    locks.lock_folder(run)
+    training = holder(run)
     trained = refusal(evaluate_again(unevaluated))
-    locks.unlock_folder(run)
+    training.communicate()
     assert all(
         "checkpoint_best.pt" in said and "--checkpoint last" in said for said in (ended, trained)
     )

@@ -5,7 +5,7 @@ import subprocess
 
 import pytest
 from commands import step_here
-from test_recipes import ROOT, commands, refusal, value, write_dataset
+from test_recipes import ROOT, commands, refusal, value
 
 from smoe_fairseq import cli
 from smoe_fairseq.recipes.training import precision
@@ -93,13 +93,6 @@ def test_batch_of_the_released_scripts_and_any_other(tmp_path):
     assert batch(words, 2) == pytest.approx(100_000, rel=0.02)
 
 
-def test_max_tokens_and_update_freq_that_are_given_are_kept(tmp_path):
-    words = trained(dry(tmp_path, "train", "m4", "moe", "--max-tokens", "1000", GPUS="2"))
-    assert (value(words, "--max-tokens"), value(words, "--update-freq")) == ("1000", "6")
-    words = trained(dry(tmp_path, "train", "m4", "moe", "--update-freq=13"))
-    assert value(words, "--max-tokens") == "1000" and words[-1] == "--update-freq=13"
-
-
 def test_too_many_gpus_for_the_batch_are_refused(tmp_path):
     """The longest sentence has to fit in; flags of one's own are one's own batch."""
     sentence = refusal(dry(tmp_path, "train", "m4", "moe", NODES="4", GPUS="8"))
@@ -123,6 +116,7 @@ BATCHES = {  # of a data set that sets --max-tokens 4096 alone, by ranks and fla
     (1, "BATCH=16384"): ("4096", "4"),
     (2, "BATCH=16384"): ("4096", "2"),
     (2, "BATCH=16384 --max-tokens 2048"): ("2048", "4"),
+    (1, "BATCH=16384 --update-freq 8"): ("2048", "8"),
 }
 
 
@@ -136,18 +130,6 @@ def test_ranks_share_the_batch_of_one(tmp_path, ranks, given):
     assert ("--update-freq" in words) == (frequency is not None)
     assert frequency is None or value(words, "--update-freq") == frequency
     assert ("--lr" in flags) == (words[-2:] == ["--lr", "1"])
-
-
-def test_a_batch_is_set_by_its_name_alone(tmp_path):
-    content = {"batch": {"small": 3000}, "experts": 8}
-    content["train"] = {"max-tokens": 4096, "arch": "smoe_transformer_tiny"}
-    content["train"] |= {"lr": 1, "max-update": 9}
-    given = write_dataset(tmp_path / "c", "mine", pairs=["en-de"], **content)
-    (tmp_path / "run").mkdir()
-    for name, tokens in (("", "4096"), ("small", "3000")):
-        printed = dry(tmp_path / "run", "train", "mine", "moe", BATCH=name, **given)
-        (line,) = commands(printed, "fairseq-train")
-        assert value(line, "--max-tokens") == tokens
 
 
 def test_launchers(tmp_path):

@@ -45,39 +45,38 @@ def cluster(tmp_path) -> dict[str, str]:
     ],
 )
 def test_nothing_is_submitted_for_help_or_for_what_is_no_method(tmp_path, cluster, words, status):
-    name, *words = words.split()
-    command = [ROOT / "scripts" / name, *words]
-    result = subprocess.run(command, cwd=tmp_path, env=cluster, capture_output=True, text=True)
+    result = run(tmp_path, cluster, *words.split())
     assert result.returncode == status, result.stderr
-    named = next((word for word in words if word.startswith("--")), words[-1])
+    named = next((word for word in words.split() if word.startswith("--")), words.split()[-1])
     assert status == 0 or result.stderr.startswith("error: ") and named in result.stderr
     assert not (tmp_path / "submitted").exists()
 
 
-def script(tmp_path: Path, environment: dict[str, str], *words: str) -> subprocess.Popen:
-    command = [ROOT / "scripts/slurm.sh", "m15", "smoe-4-12", *words]
-    pipe = subprocess.PIPE
-    return subprocess.Popen(
-        command, cwd=tmp_path, env=environment, stdout=pipe, stderr=subprocess.STDOUT, text=True
-    )
+def run(tmp_path: Path, environment: dict[str, str], script: str, *words: str):
+    options = {"cwd": tmp_path, "env": environment, "capture_output": True, "text": True}
+    return subprocess.run([ROOT / "scripts" / script, *words], **options)
 
 
 def test_submission(tmp_path, cluster):
-    assert script(tmp_path, cluster | {"NODES": "2"}, "--lr", "1").wait() == 0
+    words = ("slurm.sh", "m15", "smoe-4-12", "--lr", "1")
+    assert run(tmp_path, cluster | {"NODES": "2"}, *words).returncode == 0
     expected = f"--nodes=2 --gpus-per-node=8 {ROOT}/scripts/slurm.sh m15 smoe-4-12 --lr 1\n"
     assert (tmp_path / "submitted").read_text() == expected
     assert (tmp_path / "exported").read_text() == f"2 8 slurm {ROOT}/scripts\n"
 
 
 def test_what_is_wrong_is_said_before_submission(tmp_path, cluster):
-    process = script(tmp_path, cluster | {"BATCH": "huge"})
-    assert "error: --batch huge" in process.communicate()[0]
-    assert process.returncode == 1 and not (tmp_path / "submitted").exists()
+    result = run(tmp_path, cluster | {"BATCH": "huge"}, "slurm.sh", "m15", "smoe-4-12")
+    assert "error: --batch huge" in result.stderr
+    assert result.returncode == 1 and not (tmp_path / "submitted").exists()
 
 
 def test_job_requeues_itself_and_outlives_the_signals(tmp_path, cluster):
     job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "node[1-2]", "SLURM_SUBMIT_DIR": str(ROOT)}
-    process = script(tmp_path, cluster | job | {"NODES": "2"})
+    pipe = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    command = [ROOT / "scripts/slurm.sh", "m15", "smoe-4-12"]
+    environment = cluster | job | {"NODES": "2"}
+    process = subprocess.Popen(command, cwd=tmp_path, env=environment, **pipe)
     wait_until((tmp_path / "started").exists, process)
     for number in (signal.SIGUSR1, signal.SIGTERM):
         process.send_signal(number)
@@ -96,21 +95,13 @@ def test_job_requeues_itself_and_outlives_the_signals(tmp_path, cluster):
 SBATCH = 'echo "$@" >> submitted; echo "Submitted batch job $(wc -l < submitted)"'
 
 
-def whole_table(tmp_path: Path, environment: dict[str, str], *words: str) -> list[str]:
-    done = subprocess.run(
-        [ROOT / "scripts/slurm_table.sh", *words],
-        **{"cwd": tmp_path, "env": environment, "capture_output": True, "text": True},
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout.splitlines()
-
-
 @pytest.mark.parametrize("methods", [("moe", "smoe-4-4"), soak(())])
 def test_a_dry_run_of_a_table_prints_two_jobs_for_each_of_its_rows(tmp_path, cluster, methods):
     """Without methods, of all rows of the paper's."""
     touch_binarised(tmp_path, "m4")
     given = {"DRY_RUN": "1", "NODES": "2"}
-    lines = whole_table(tmp_path, cluster | given, "m4", *methods)
+    result = run(tmp_path, cluster | given, "slurm_table.sh", "m4", *methods)
+    lines = result.stdout.splitlines()
     methods = methods or list(tables()["m4"]["rows"])
     assert [line.split()[-1] for line in lines[::2]] == list(methods)
     first = f"sbatch --nodes=2 --gpus-per-node=8 {ROOT}/scripts/slurm.sh m4 {methods[0]} "
@@ -121,7 +112,7 @@ def test_a_dry_run_of_a_table_prints_two_jobs_for_each_of_its_rows(tmp_path, clu
 
 def test_scores_of_a_table_wait_for_training(tmp_path, cluster):
     (tmp_path / "bin/sbatch").write_text(f"#!/usr/bin/env bash\n{SBATCH}\n")
-    whole_table(tmp_path, cluster, "m15", "moe", "smoe-4-12")
+    assert run(tmp_path, cluster, "slurm_table.sh", "m15", "moe", "smoe-4-12").returncode == 0
     train, score, other, _ = (tmp_path / "submitted").read_text().splitlines()
     assert train == f"--nodes=1 --gpus-per-node=8 {ROOT}/scripts/slurm.sh m15 moe"
     assert other == train.removesuffix("moe") + "smoe-4-12"

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from commands import step_here
 from programs import wait_until
 from test_lock import holder
 from test_recipes import recipe, refusal, surroundings, write_dataset, write_text
@@ -172,7 +173,7 @@ def test_a_second_study_in_a_folder_is_refused_before_it_notes_anything(prepared
     runs.mkdir(parents=True)
     first = holder(runs, "study.lock")
     given = {"CONFIG_DIR": str(prepared / "configs"), "SEEDS": "1 2", "GPUS": "0"}
-    said = refusal(recipe(tmp_path, "study", "tiny", "smoe-2-2", **given))
+    said = refusal(step_here("study", "tiny", "smoe-2-2", cwd=tmp_path, **given))
     first.communicate()
     assert "runs/tiny" in said and f"process {first.pid}" in said
     assert not list(runs.iterdir())
