@@ -31,6 +31,8 @@ def of_kind(change):
 
 OTHER_KINDS = {
     "whole numbers": of_kind(lambda tensor: tensor.char()),
+    "complex numbers": of_kind(lambda tensor: tensor.to(torch.complex64)),
+    "truth values": of_kind(lambda tensor: tensor.bool()),
     "a sparse tensor": of_kind(lambda tensor: tensor.to_sparse()),
     "text": of_kind(str),
     "a tensor on no device": of_kind(lambda tensor: tensor.to("meta")),

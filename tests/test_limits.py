@@ -1,6 +1,5 @@
 """Files and numbers that a command would read or count for ever are refused at once."""
 
-import math
 import os
 import signal
 import sys
@@ -126,21 +125,6 @@ def test_options_that_are_not_those_of_the_weights(recorded, tmp_path, name, val
     path = changed(recorded, tmp_path, "cfg", "model", name, value=value)
     with pytest.raises(UsageError, match=f"{path}: .*{said} "):
         known_options(path, weights_of(path))
-
-
-@pytest.mark.parametrize(
-    "value",
-    [
-        *(torch.ones(8, 16, dtype=dtype) for dtype in (torch.complex64, torch.bool)),
-        *(torch.full((8, 16), math.inf), None),
-    ],
-    ids=["complex", "bool", "inf", "none"],
-)
-def test_weights_that_are_no_finite_real_numbers(recorded, tmp_path, value):
-    """A cast would make numbers of them, and an export would hand them on."""
-    path = changed(recorded, tmp_path, "model", WEIGHT, value=value)
-    with pytest.raises(UsageError, match=f"{path}.*{WEIGHT}|{WEIGHT}.*"):
-        weights_of(path)
 
 
 def test_a_dictionary_of_fewer_words_is_named(recorded, tmp_path):

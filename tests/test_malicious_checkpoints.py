@@ -110,15 +110,6 @@ def test_what_is_no_string_is_refused_as_by_eval():
     assert fairseq.utils.eval_bool(None, default=True) and not fairseq.utils.eval_bool("False")
 
 
-def test_a_flag_is_named(capsys):
-    from fairseq import options
-
-    words = ["data", "--arch", "lightconv", "--encoder-kernel-size-list", "open('x')"]
-    with pytest.raises(SystemExit):
-        options.parse_args_and_arch(options.get_training_parser(), words)
-    assert "argument --encoder-kernel-size-list: " in capsys.readouterr().err
-
-
 # Each kind of setting, by loading the model as all commands do
 
 KINDS = [  # one of each module that evaluates

@@ -133,8 +133,10 @@ sys.meta_path.insert(0, Finder)
 """
 
 
-@pytest.mark.parametrize("words", [["smoe", "path"], ["python", *STEP, "table", "phrasebook"]])
-@pytest.mark.parametrize("module", ["compat", "recipes.commands"])
+@pytest.mark.parametrize(
+    "words, module",
+    [(["smoe", "path"], "compat"), (["python", *STEP, "table", "phrasebook"], "recipes.commands")],
+)
 def test_interrupt_at_the_start_shows_no_stack_trace(tmp_path, words, module):
     (tmp_path / "sitecustomize.py").write_text(INTERRUPT)
     given = {"PYTHONPATH": str(tmp_path), "INTERRUPTED": f"smoe_fairseq.{module}"}

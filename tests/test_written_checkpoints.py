@@ -112,8 +112,13 @@ class Program:
         return eval, (program(self.trace),)
 
 
-@pytest.mark.parametrize("fault", ["cut", "rotted", "a program", "no model", "missing", "folder"])
-@COMMANDS
+FAULTS = ("cut", "rotted", "a program", "no model", "missing", "folder")
+BAD = [(command, fault) for command in READ for fault in FAULTS]
+
+
+@pytest.mark.parametrize(
+    "command, fault", [c if c[0] == "import" or c[1] == "rotted" else soak(*c) for c in BAD]
+)
 def test_a_bad_file_is_named(ask, sources, tmp_path, command, fault):
     sound, bad = sources / f"{READ[command][0]}.pt", tmp_path / "bad.pt"
     state = torch.load(sound, weights_only=False)

@@ -27,9 +27,8 @@ def open_checkpoint(path: Path | str) -> dict:
     Only plain data is loaded (``weights_only=True``). Files of torch before 1.6 are read into memory.
 
     Raises:
-        UsageError: the file is missing, or not a checkpoint of fairseq.
-        UnreadableCheckpoint: it is cut off, damaged, refused, or not readable for this user; see its
-            subclasses.
+        UsageError: it is missing, cut off, damaged, refused, or not a checkpoint of fairseq.
+        InaccessibleCheckpoint: it cannot be read now, but may be intact.
     """
     if Path(path).is_dir():
         raise UsageError(f"{path} is a folder; expected a checkpoint, such as checkpoint_best.pt")

@@ -49,20 +49,15 @@ _CHECKPOINT = {
 _verified = set()  # files whose checksums this process has compared, by path and state
 
 
-class UnreadableCheckpoint(UsageError):
-    """The message names the file and the reason."""
-
-
-class CutOffCheckpoint(UnreadableCheckpoint):
-    """The file is incomplete, or not a checkpoint."""
-
-
-class InaccessibleCheckpoint(UnreadableCheckpoint):
+class InaccessibleCheckpoint(UsageError):
     """It cannot be read now (memory, open files, permissions, a failing disk), but may be intact."""
 
 
-class RefusedCheckpoint(UnreadableCheckpoint):
-    """It contains objects whose loading could execute code from the file."""
+def _cut_off(path: Path | str) -> UsageError:
+    return UsageError(
+        f"{path} is cut off or not a checkpoint of fairseq: expected one, in training by --restore-file; "
+        "smoe import converts a folder for transformers"
+    )
 
 
 def check_exists(path: Path | str) -> None:
@@ -81,8 +76,8 @@ def reading(path: Path | str) -> Iterator[None]:
     """Compare a checkpoint's checksums, and convert errors that reading it raises in this context.
 
     Raises:
-        UsageError: it is missing.
-        UnreadableCheckpoint: all other errors.
+        InaccessibleCheckpoint: it may be intact.
+        UsageError: all other errors.
     """
     try:
         if os.path.exists(path):
@@ -95,18 +90,18 @@ def reading(path: Path | str) -> Iterator[None]:
         check_exists(path)
         raise
     except pickle.UnpicklingError as error:
-        raise RefusedCheckpoint(_refusal(path, str(error))) from None
+        raise UsageError(_refusal(path, str(error))) from None
     except (OSError, RuntimeError, MemoryError) as error:
         reason = getattr(error, "strerror", None) or " ".join(str(error).split()) or "no memory"
         if isinstance(error, RuntimeError) and any(message in reason for message in _DAMAGE):
-            raise CutOffCheckpoint(f"{path} is cut off or not a checkpoint") from None
+            raise _cut_off(path) from None
         raise InaccessibleCheckpoint(f"{path} cannot be read: {reason[:_MAX_SHOWN]}") from None
     except Exception:  # torch raises many types of errors for bytes that are not a pickle
-        raise CutOffCheckpoint(f"{path} is cut off or not a checkpoint") from None
+        raise _cut_off(path) from None
 
 
 def check_content(path: Path | str, state, has_config: bool = True) -> None:
-    """Raise UnreadableCheckpoint unless a checkpoint's common parts have the types of fairseq's checkpoints.
+    """Raise UsageError unless a checkpoint's common parts have the types of fairseq's checkpoints.
 
     Args:
         has_config: whether it has to name its model and task.
@@ -123,11 +118,11 @@ def check_content(path: Path | str, state, has_config: bool = True) -> None:
             )
             break
     if message:
-        raise UnreadableCheckpoint(f"{path} is not a checkpoint of fairseq: {message}")
+        raise UsageError(f"{path} is not a checkpoint of fairseq: {message}")
     config = state.get("cfg") or {"model": state.get("args")}
     for part in ("model", "task"):
         if has_config and config.get(part, part) is None:
-            raise UnreadableCheckpoint(f"{path} does not name its {part}")
+            raise UsageError(f"{path} does not name its {part}")
 
 
 def _refusal(path: Path | str, message: str) -> str:
@@ -172,16 +167,16 @@ def check_sums(path: Path | str) -> None:
             with zipfile.ZipFile(file) as archive:
                 parts = archive.infolist()
                 if any(part.compress_type != zipfile.ZIP_STORED for part in parts):
-                    raise CutOffCheckpoint(f"{path} holds compressed parts")
+                    raise UsageError(f"{path} holds compressed parts")
                 damaged = archive.testzip()
         except (OSError, MemoryError, UsageError):
             raise
         except Exception:  # damaged tables cause many types of errors
             raise zipfile.BadZipFile from None
     if len({part.filename for part in parts}) < len(parts):  # readers may disagree
-        raise UnreadableCheckpoint(f"{path} holds two parts of one name")
+        raise UsageError(f"{path} holds two parts of one name")
     if damaged is not None:
-        raise UnreadableCheckpoint(
+        raise UsageError(
             f"{path} is damaged: {damaged} does not match its checksum; expected another copy"
         )
     _verified.add(key)
@@ -306,14 +301,8 @@ def name_unusable_checkpoint(original, filenames, *others, **options):
 def name_unreadable_checkpoints(original, path, *others, **options):
     import torch
 
-    try:
-        with reading(path), naming_file(path, "its content"):
-            if os.path.exists(path):  # before fairseq upgrades older content
-                state = torch.load(path, "cpu", mmap=is_archive(path), weights_only=True)
-                check_content(path, state, has_config="ema" not in original.__name__)
-            return original(path, *others, **options)
-    except CutOffCheckpoint as error:
-        raise UsageError(
-            f"{error}: expected one of fairseq, in training by --restore-file; smoe import converts a folder "
-            "for transformers"
-        ) from None
+    with reading(path), naming_file(path, "its content"):
+        if os.path.exists(path):  # before fairseq upgrades older content
+            state = torch.load(path, "cpu", mmap=is_archive(path), weights_only=True)
+            check_content(path, state, has_config="ema" not in original.__name__)
+        return original(path, *others, **options)
