@@ -216,6 +216,7 @@ def refused(result, *named) -> str:
 
 def load(path: Path) -> dict:
     """What a checkpoint holds."""
+    import fairseq.checkpoint_utils  # noqa: F401  (for the types that fairseq's checkpoints hold)
     import torch
 
     return torch.load(path, weights_only=True)
@@ -262,7 +263,8 @@ def untrained(source: Path, path: Path, data: Path, **options) -> Path:
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    found = (path for path in folder.rglob("*") if path.is_file())
+    return {str(path.relative_to(folder)): path.read_bytes() for path in found}
 
 
 def preprocess(raw: Path, folder: Path, *flags) -> None:

@@ -9,8 +9,8 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from commands import contents
 from sampling import soak
-from test_full_disk import tree
 from test_preparation import preprocess
 from test_recipes import commands, recipe, refusal, server, write_text
 from test_recipes_archives import configuration, step
@@ -61,7 +61,7 @@ def published(pieces, tmp_path_factory) -> Path:
 def zipped(folder: Path, above: str = "", **more: bytes) -> bytes:
     content = io.BytesIO()
     with zipfile.ZipFile(content, "w", zipfile.ZIP_DEFLATED) as archive:
-        for name, file in tree(folder).items():
+        for name, file in contents(folder).items():
             archive.writestr(above + name, file)
         for name, file in more.items():
             archive.writestr(name, file)
@@ -87,7 +87,7 @@ def prepared(tmp_path: Path, given: dict[str, str], **environment: str) -> tuple
 def test_from_the_archive_to_scores(tmp_path, given, server, published, pieces):
     server.files["m15.zip"] = zipped(published, "some/folder/", **{"m15_32k/other": b"not ours"})
     data, said = prepared(tmp_path, given)
-    binary = tree(data / "bin")
+    binary = contents(data / "bin")
     dictionary = (pieces / "dict.txt").read_bytes()
     for language in ("eng", "nso", "msa"):
         assert binary.pop(f"dict.{language}.txt") == dictionary
@@ -100,19 +100,19 @@ def test_from_the_archive_to_scores(tmp_path, given, server, published, pieces):
         for name in list(binary)
         if "test.eng-nso" not in name and "test." in name
     }
-    expected = tree(published / TEXT)
+    expected = contents(published / TEXT)
     assert binary == {name: expected[name] for name in expected if name in binary}
     orders = {name.split(".")[1] for name in binary}
     assert orders == {"eng-nso", "nso-eng", "msa-eng"} and len(binary) == 4 * (2 * 3 + 1)
     # What was there as text only: as the archive's own steps would have binarised it.
     encode(pieces / "spm.model", data / "raw", tmp_path / "tests")
     preprocess(tmp_path / "tests", pieces / "dict.txt", tmp_path / "made", "eng-msa", ["test"])
-    made_by_fairseq = tree(tmp_path / "made")
+    made_by_fairseq = contents(tmp_path / "made")
     assert len(made) == 4 and all(made_by_fairseq[name] == made[name] for name in made)
     assert "tests, binarised from text: 14 sentences" in said
 
     assert json.loads((data / "sizes.json").read_text()) == {"eng-nso": 90, "eng-msa": 80}
-    assert sorted(tree(data / "raw")) == sorted(
+    assert sorted(contents(data / "raw")) == sorted(
         f"test.{pair}.{language}" for pair in PAIRS for language in pair.split("-")
     )
     original = (published / f"{TEST}.msa-eng.msa").read_text("utf-8").split("\n")

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from commands import FAIRSEQ, RECIPES, SCRIPTS, generation, start
+from commands import FAIRSEQ, RECIPES, SCRIPTS, contents, generation, start
 from handmade import training
 from programs import HANGS
 from sampling import soak
@@ -62,11 +62,6 @@ def sentence(result: subprocess.CompletedProcess) -> str:
     (last,) = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
     assert last == result.stderr.splitlines()[-1]
     return last.removeprefix("error: ")
-
-
-def tree(folder: Path) -> dict[str, bytes]:
-    found = (path for path in folder.rglob("*") if path.is_file())
-    return {str(path.relative_to(folder)): path.read_bytes() for path in found}
 
 
 # Standard output
@@ -139,7 +134,7 @@ def test_fetch(tmp_path, server):
     told = step(tmp_path, 5000, "fetch", "remote", "download", **given)
     assert told.startswith("download/train.en.part cannot be written: File too large; ")
     assert server.starts == [0]  # The network is well and is not asked again.
-    assert set(tree(tmp_path / "download")) == {"train.en.part", "train.en.part.version"}
+    assert set(contents(tmp_path / "download")) == {"train.en.part", "train.en.part.version"}
 
 
 def test_unpack(tmp_path):
@@ -210,13 +205,13 @@ def test_scores_that_cannot_be_saved_leave_the_old_ones(tmp_path, monkeypatch):
         (run / folder).mkdir(parents=True)
     for name in ("test/en-de.txt", "scores.json", "checkpoint_best.pt", "test.partial/en-de.txt"):
         (run / name).write_text("old")
-    before = tree(run)
+    before = contents(run)
     dataset = load_dataset("multi30k")
     evaluation = Evaluation(dataset, run, run / "checkpoint_best.pt", ("en-de",))
     monkeypatch.setattr(files.os, "fsync", full)
     with pytest.raises(UsageError, match=r"scores\.json cannot be saved: No space left on device"):
         evaluation.finish({"en-de": scores.Score(30.0, "s", 1, 1.0)})
-    assert tree(run) == before
+    assert contents(run) == before
 
 
 def test_a_program_that_does_not_say_what_went_wrong_is_named(capfd):

@@ -6,13 +6,13 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from commands import PLUGIN, refused, run, run_python, smoe
+from commands import PLUGIN, load, refused, run, run_python, smoe
 from handmade import read
 from sampling import soak
 from test_compat import run_without
 from test_expert_parallel import compare
 from test_multilingual_transformer import built
-from test_training import log_lines, state_of
+from test_training import log_lines
 
 from smoe_fairseq.errors import UsageError
 from smoe_fairseq.models import SMoETransformerLanguageModel, SMoETransformerModel
@@ -177,7 +177,7 @@ def test_sharded_experts_on_two_processes_equal_one(ranks, english, tmp_path, mo
     compare(two, one, logged=1e-5, parameters=2e-5)
     smoe("consolidate", two / LAST, "--output", tmp_path / "whole.pt")
     smoe("average", two, "--last", 2, "--output", tmp_path / "mean.pt")
-    whole = state_of(tmp_path / "whole.pt")["model"]
+    whole = load(tmp_path / "whole.pt")["model"]
     assert whole["decoder.layers.1.moe.experts.w1"].shape[0] == 4
     modes = ("--sample-break-mode", mode)
     perplexities = [eval_lm(english, p, *modes)[1] for p in (tmp_path / "whole.pt", one / LAST)]
@@ -201,7 +201,7 @@ def test_fewer_words_to_predict_are_counted(english, tmp_path):
     """--decoder-embed-dim 32, of which the output projection has 50."""
     more = ("--output-dictionary-size", 50, "--no-share-decoder-input-output-embed")
     run("fairseq-train", *flags(english, tmp_path, *more, "--max-update", 1))
-    state = state_of(tmp_path / LAST)["model"]
+    state = load(tmp_path / LAST)["model"]
     words = len(state["decoder.embed_tokens.weight"])
     found = json.loads(smoe("cost", "--path", tmp_path / LAST, "--json").stdout)
     assert found["flops"]["output"] == 2 * 50 * 32 and found["flops"]["embedding"] == 2 * words * 32

@@ -5,13 +5,13 @@ import shutil
 
 import pytest
 import torch
-from commands import PLUGIN, refused, run, smoe
+from commands import PLUGIN, load, refused, run, smoe
 from fairseq import options, tasks
 from fairseq.dataclass.utils import convert_namespace_to_omegaconf
 from handmade import LENGTHS
 from sampling import soak
 from test_several_processes import content
-from test_training import log_lines, state_of
+from test_training import log_lines
 
 from smoe_fairseq.errors import UsageError
 from smoe_fairseq.models import SMoETransformerModel
@@ -63,7 +63,7 @@ def languages_of(state: dict, side: str) -> dict:
 
 def test_each_language_has_its_own(trained):
     process, checkpoint = trained()
-    state = state_of(checkpoint)["model"]
+    state = load(checkpoint)["model"]
     encoders, decoders = (languages_of(state, side) for side in ("encoder", "decoder"))
     assert encoders["aa-bb"] == encoders["aa-cc"] != encoders["bb-aa"]
     assert len(set(decoders.values())) == 3
@@ -78,7 +78,7 @@ def test_the_loss_is_the_sum_over_the_pairs(three_languages, trained):
     """Of validation, by a translation model of fairseq's own task for each pair, with the same weights."""
     process, checkpoint = trained()
     valid = log_lines(process, "valid")[-1]
-    state = state_of(checkpoint)
+    state = load(checkpoint)
     nats = tokens = gates = 0.0
     for pair in PAIRS:
         model, sentences = pair_model(three_languages, state, pair)

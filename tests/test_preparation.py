@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 import sentencepiece
-from commands import refused, run, step_here
+from commands import contents, refused, run, step_here
 from programs import HANGS, wait_until
 from sampling import soak, some
-from test_full_disk import limited, sentence, tree
+from test_full_disk import limited, sentence
 from test_recipes import surroundings, write_dataset, write_text
 from test_recipes_archives import step
 from test_signals import ended
@@ -98,7 +98,7 @@ def test_more_shards_than_lines_are_refused(tmp_path, given, prepared):
 def test_pieces_do_not_depend_on_the_processes(tmp_path, given, prepared, shards):
     flags = ("--shards", shards, "--longest", "50", "--workers", "3")
     said = step(prepared, given, "encode", "spm.model", "raw", tmp_path / "text", *flags).stdout
-    assert tree(tmp_path / "text") == tree(prepared / f"text{shards}")
+    assert contents(tmp_path / "text") == contents(prepared / f"text{shards}")
     model = sentencepiece.SentencePieceProcessor(model_file=str(prepared / "spm.model"))
     folders = [tmp_path / "text"]
     if shards == "2":
@@ -135,7 +135,7 @@ def of_fairseq(prepared, tmp_path_factory, request) -> tuple[Path, dict[str, byt
         for pair in PAIRS:
             splits = ["train"] if i else ["train", "valid", *["test"] * (pair == "en-fr")]
             preprocess(text / folder, prepared / "dict.txt", output / folder, pair, splits)
-    return text, {name: c for name, c in tree(output).items() if not name.endswith(".log")}
+    return text, {name: c for name, c in contents(output).items() if not name.endswith(".log")}
 
 
 @pytest.mark.parametrize("workers", [soak("1"), "3"])
@@ -143,7 +143,7 @@ def test_binarised_as_by_fairseq_preprocess(tmp_path, given, prepared, of_fairse
     text, expected = of_fairseq
     words = ["binarise", "tiny", text, prepared / "dict.txt", tmp_path / "bin"]
     said = step(tmp_path, given, *words, "--workers", workers).stdout
-    found = {n: c for n, c in tree(tmp_path / "bin").items() if Path(n).name != "dict.sha256"}
+    found = {n: c for n, c in contents(tmp_path / "bin").items() if Path(n).name != "dict.sha256"}
     assert sorted(found) == sorted(expected)
     assert all(content == expected[name] for name, content in found.items())
     assert "unknown" in said and " 0 of them" not in said
@@ -164,8 +164,8 @@ def test_large_dictionaries_have_larger_numbers(tmp_path, given, prepared):
         splits = ("train", "valid")
         preprocess(tmp_path / "text", tmp_path / "dict.txt", tmp_path / "fairseq", pair, splits)
     (tmp_path / "fairseq/preprocess.log").unlink()
-    found = {n: c for n, c in tree(tmp_path / "bin").items() if Path(n).name != "dict.sha256"}
-    assert found == tree(tmp_path / "fairseq")
+    found = {n: c for n, c in contents(tmp_path / "bin").items() if Path(n).name != "dict.sha256"}
+    assert found == contents(tmp_path / "fairseq")
     assert (tmp_path / "bin/train.en-fr.en.bin").stat().st_size == 4 * 4
 
 
@@ -254,14 +254,14 @@ def test_full_disk(tmp_path, raw, given, prepared, name):
     program = ("python", "-m", "smoe_fairseq.recipes", *words)
     said = sentence(limited(30_000, *program, cwd=tmp_path, **given))
     assert said.startswith("out/") and "File too large" in said
-    kept = tree(tmp_path)
+    kept = contents(tmp_path)
     (tmp_path / "whole").mkdir()
     step(tmp_path / "whole", given, *words)
-    whole = tree(tmp_path / "whole")
+    whole = contents(tmp_path / "whole")
     assert kept.items() <= whole.items() and (name != "gather" or not kept)
     step(tmp_path, given, *words)
     shutil.rmtree(tmp_path / "whole")
-    assert tree(tmp_path) == whole
+    assert contents(tmp_path) == whole
 
 
 def test_an_interrupted_preparation_continues(tmp_path, monkeypatch):
@@ -290,11 +290,11 @@ def test_an_interrupted_preparation_continues(tmp_path, monkeypatch):
 
     learned = interrupted()
     assert continues() and (data / "bin/spm.model").stat().st_mtime_ns == learned
-    found, _ = tree(data / "bin"), shutil.rmtree(data / "bin")
-    assert not continues() and tree(data / "bin") == found
+    found, _ = contents(data / "bin"), shutil.rmtree(data / "bin")
+    assert not continues() and contents(data / "bin") == found
     interrupted()
     assert (data / "raw.partial").exists()
-    assert continues() and tree(data / "bin") == found
+    assert continues() and contents(data / "bin") == found
     interrupted()
     (partial / "spm.model").write_bytes(b"of other settings")
     assert prepare("55").returncode == 0 and (data / "bin/spm.model").stat().st_size > 99

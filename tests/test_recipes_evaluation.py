@@ -16,7 +16,6 @@ import sacrebleu
 import yaml
 from commands import PLUGIN, bash_torchrun, changed, contents, refused, run_step, step_here
 from commands import run as run_program
-from test_full_disk import tree
 from test_lock import holder
 from test_recipes import recipe, refusal, surroundings, table, write_dataset
 
@@ -378,7 +377,7 @@ def test_an_interrupted_evaluation_goes_on_with_what_is_left(unevaluated, monkey
         return capsys.readouterr().out
 
     evaluate_all()
-    whole, expected = tree(run / "test"), result_of(run)
+    whole, expected = contents(run / "test"), result_of(run)
     shutil.rmtree(run / "test")
     (run / "scores.json").unlink()
 
@@ -404,7 +403,7 @@ def test_an_interrupted_evaluation_goes_on_with_what_is_left(unevaluated, monkey
     file.write_text("\n".join([begin, json.dumps([number, hypotheses]), *rest, '[9, [["cut o']))
     said = evaluate_all()
     assert f"# {first}: " in said and said.count("(translated before)") == 1
-    done, name = tree(run / "test"), f"{file.parent.name}.txt"
+    done, name = contents(run / "test"), f"{file.parent.name}.txt"
     lines, before = (texts.pop(name).decode().splitlines() for texts in (done, whole))
     assert lines.pop(number) == hypotheses[0][1] and before.pop(number) and lines == before
     assert all(done[file] == whole[file] for file in whole if file.startswith(first))

@@ -8,7 +8,7 @@ from pathlib import Path
 import handmade
 import pytest
 import torch
-from commands import refused, run
+from commands import load, refused, run
 from sampling import soak
 
 PLUGIN = Path(__file__).parents[1] / "smoe_fairseq"
@@ -39,12 +39,6 @@ def finished(two_updates, tmp_path) -> Path:
 def log_lines(process, tag="train_inner"):
     lines = re.findall(rf"\| {tag} \| (\{{.*\}})", process.stdout)
     return [json.loads(line) for line in lines]
-
-
-def state_of(checkpoint):
-    import fairseq.checkpoint_utils  # noqa: F401  (for the types that fairseq's checkpoints hold)
-
-    return torch.load(checkpoint, weights_only=True)
 
 
 def generate(data, checkpoint, *flags):
@@ -79,8 +73,8 @@ def test_resuming_equals_never_having_stopped(small_corpus, tmp_path, flags):
     assert [[line[n] for n in names] for line in parts] == [
         [line[n] for n in names] for line in log_lines(whole)
     ]
-    want = state_of(tmp_path / "whole" / "checkpoint_last.pt")["model"]
-    got = state_of(tmp_path / "halves" / "checkpoint_last.pt")["model"]
+    want = load(tmp_path / "whole" / "checkpoint_last.pt")["model"]
+    got = load(tmp_path / "halves" / "checkpoint_last.pt")["model"]
     assert want.keys() == got.keys()
     assert not [name for name, tensor in want.items() if not torch.equal(tensor, got[name])]
 
@@ -91,7 +85,7 @@ def test_a_checkpoint_does_not_depend_on_what_memory_held(small_corpus, tmp_path
     for byte in (0, 90):
         folder = tmp_path / str(byte)
         train(small_corpus, folder, "--max-update", 2, fresh=True, MALLOC_PERTURB_=str(byte))
-    one, other = (state_of(tmp_path / byte / "checkpoint_last.pt")["model"] for byte in ("0", "90"))
+    one, other = (load(tmp_path / byte / "checkpoint_last.pt")["model"] for byte in ("0", "90"))
     assert not [name for name, tensor in one.items() if not torch.equal(tensor, other[name])]
 
 
@@ -99,7 +93,7 @@ def test_a_checkpoint_does_not_depend_on_what_memory_held(small_corpus, tmp_path
 def test_resuming_a_finished_run_changes_nothing(request, small_corpus, tmp_path, run, flags):
     last = shutil.copy(request.getfixturevalue(run), tmp_path)
     before = Path(last).read_bytes()
-    updates = state_of(last)["optimizer_history"][-1]["num_updates"]
+    updates = load(last)["optimizer_history"][-1]["num_updates"]
     process = train(small_corpus, tmp_path, *flags, "--max-update", updates)
     assert "nothing is left to train" in process.stdout and not log_lines(process)
     assert Path(last).read_bytes() == before
@@ -166,7 +160,7 @@ def test_hydra_trains_the_size_of_the_architecture(small_corpus, tmp_path):
     }
     (tmp_path / "c.yaml").write_text("# @package _group_\n" + json.dumps(config))
     run("fairseq-hydra-train", "--config-dir", tmp_path, "--config-name", "c", cwd=tmp_path)
-    state = state_of(tmp_path / "run/checkpoint_last.pt")
+    state = load(tmp_path / "run/checkpoint_last.pt")
     assert "smoe_experts" in state  # so it is our trainer
     assert state["model"]["encoder.layers.1.moe.gates.1.weight"].shape == (2, 128)
     model = state["cfg"]["model"]
@@ -217,7 +211,7 @@ def test_numbers_that_are_none_end_in_one_sentence(small_corpus, tmp_path):
     refused(process, "--lr")
     assert "NaN detected in output of encoder" in process.stdout
     assert "gradients: " not in process.stdout
-    crash = state_of(tmp_path / "crash.pt")  # resumes after the batch that failed
+    crash = load(tmp_path / "crash.pt")  # resumes after the batch that failed
     position = crash["extra_state"]["train_iterator"]
     assert position["epoch"] == 1
     assert position["iterations_in_epoch"] == crash["optimizer_history"][-1]["num_updates"] + 1
