@@ -6,7 +6,7 @@ these steps. The arithmetic is fairseq's; on a CPU results are bitwise equal.
 
 import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from fairseq import utils
@@ -27,23 +27,24 @@ def step_together(original, adam, closure=None):
         return original(adam, closure)
     loss = None if closure is None else closure()
     for group, parameters in groups:
-        for chunk in _chunks(parameters):
+        for chunk in runs(parameters, CHUNK, Tensor.numel, _kind):
             _adam_step(group, chunk, [adam.state[p] for p in chunk])
     return loss
 
 
-def _chunks(tensors: list[Tensor]) -> Iterator[list[Tensor]]:
-    """Runs of tensors of one device and type, with at most `CHUNK` elements unless one tensor has more."""
-    chunk, size = [], 0
+def runs(
+    tensors: Iterable[Tensor], most: int, size: Callable[[Tensor], int], kind: Callable
+) -> Iterator[list[Tensor]]:
+    """Consecutive tensors of one ``kind``, of a ``size`` up to ``most`` together; a larger one is alone."""
+    run, total = [], 0
     for tensor in tensors:
-        fits = size + tensor.numel() <= CHUNK
-        if chunk and not (fits and _kind(tensor) == _kind(chunk[0])):
-            yield chunk
-            chunk, size = [], 0
-        chunk.append(tensor)
-        size += tensor.numel()
-    if chunk:
-        yield chunk
+        if run and (total + size(tensor) > most or kind(tensor) != kind(run[0])):
+            yield run
+            run, total = [], 0
+        run.append(tensor)
+        total += size(tensor)
+    if run:
+        yield run
 
 
 def _kind(parameter: Tensor) -> tuple:

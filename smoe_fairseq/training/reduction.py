@@ -7,7 +7,6 @@ rounded alike in every update, and a resumed run equals an uninterrupted one.
 
 import functools
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator
 
 import torch
 import torch.distributed as dist
@@ -15,6 +14,7 @@ from torch import Tensor
 
 from smoe_fairseq.compat.replacing import replaces
 from smoe_fairseq.models.transformer import experts_of
+from smoe_fairseq.training.foreach import runs
 
 BUCKET = 25 * 2**20  # bytes; a larger parameter has a bucket of its own
 IN_FLIGHT = 2  # buckets that are sent at a time, each with a copy of its gradients
@@ -78,7 +78,10 @@ class Reduction:
         parameters = [p for p in wrapper.module.parameters() if p.requires_grad]
         shared = [p for p in parameters if not hasattr(p, "expert")]
         self.experts = [p for p in parameters if hasattr(p, "expert")]
-        self.buckets = list(_buckets(reversed(shared)))  # about the order of the backward pass
+        backwards = reversed(shared)  # about the order of the backward pass
+        self.buckets = list(
+            runs(backwards, BUCKET, lambda p: p.nbytes, lambda p: (p.dtype, p.device))
+        )
         self.bucket_of = {p: i for i, bucket in enumerate(self.buckets) for p in bucket}
         self.expected: Counter | None = None  # parts of each gradient, once they were counted
         self._begin()
@@ -147,18 +150,3 @@ class Reduction:
             if parameter.grad is None:  # also of a rank that has run out of memory since
                 parameter.grad = torch.empty_like(parameter)
             parameter.grad.detach().copy_(average.view_as(parameter))
-
-
-def _buckets(parameters: Iterable[Tensor]) -> Iterator[list[Tensor]]:
-    """Consecutive parameters of one type and device, up to `BUCKET` together."""
-    bucket, size, kind = [], 0, None
-    for parameter in parameters:
-        own = parameter.numel() * parameter.element_size()
-        its_kind = (parameter.dtype, parameter.device)
-        if bucket and (size + own > BUCKET or its_kind != kind):
-            yield bucket
-            bucket, size = [], 0
-        bucket.append(parameter)
-        size, kind = size + own, its_kind
-    if bucket:
-        yield bucket
