@@ -116,28 +116,10 @@ def test_precisions_and_checkpointing_train(small_corpus, tmp_path, flags):
     assert len(losses) == 8 and losses[-1] < losses[0]
 
 
-def test_other_strata_on_resume_are_refused(small_corpus, finished):
-    before = {path: path.read_bytes() for path in finished.iterdir()}
-    process = train(small_corpus, finished, "--max-update", 4, "--smoe-strata", "4-4", check=False)
-    refused(process, "--smoe-strata")
-    assert {path: path.read_bytes() for path in finished.iterdir()} == before
-
-
 def test_experts_on_resume_of_a_dense_model(small_corpus, tmp_path):
     train(small_corpus, tmp_path, "--max-update", 1, "--moe-freq", 0, "--smoe-strata", "2")
     result = train(small_corpus, tmp_path, "--max-update", 2, check=False)
     refused(result, "smoe upcycle")
-
-
-@pytest.mark.parametrize("size", [0, soak(3_000), -100])
-def test_a_checkpoint_that_was_cut_off_is_named(small_corpus, finished, size):
-    last = finished / "checkpoint_last.pt"
-    last.write_bytes(last.read_bytes()[:size])
-    before = {path: path.read_bytes() for path in finished.iterdir()}
-    refused(train(small_corpus, finished, "--max-update", 4, check=False), last)
-    words = (small_corpus, "--user-dir", PLUGIN, "--path", last, "--cpu")
-    refused(run("fairseq-generate", *words, check=False), last)
-    assert {path: path.read_bytes() for path in finished.iterdir()} == before
 
 
 def test_hydra_trains_the_size_of_the_architecture(small_corpus, tmp_path):

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from commands import generation, hypotheses, preprocess, refused, run, train
+from commands import changed, generation, hypotheses, preprocess, refused, run, train
 from programs import HANGS
 from test_compat import run_without
 from test_training import PLUGIN
@@ -404,26 +404,19 @@ def test_one_direction_needs_no_other_word(two_updates, small_corpus):
 
 def test_runs_that_cannot_be_used(prepared, two_updates, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "empty").mkdir()
-    (tmp_path / "set").mkdir()
-    (tmp_path / "set/checkpoint_last-rank-0.pt").touch()
-    (tmp_path / "best-set").mkdir()
-    (tmp_path / "best-set/checkpoint_best-rank-0.pt").touch()
-    (tmp_path / "best-set/checkpoint_last.pt").touch()
-    (tmp_path / "cut").mkdir()
     best = prepared / "runs/tiny/smoe-2-2/checkpoint_best.pt"
-    (tmp_path / "cut/checkpoint_last.pt").write_bytes(best.read_bytes()[:5000])
-    (tmp_path / "folder/checkpoint_best.pt").mkdir(parents=True)
-    shutil.copy(best, tmp_path / "folder/checkpoint_last.pt")
-    (tmp_path / "link").mkdir()
-    (tmp_path / "link/checkpoint_best.pt").symlink_to("nowhere")
-    shutil.copy(best, tmp_path / "link/checkpoint_last.pt")
-    (tmp_path / "alone").mkdir()
+    for name in ("empty", "set", "best-set", "cut", "folder", "link", "alone", "taskless"):
+        (tmp_path / name).mkdir()
+    for name in ("set/checkpoint_last-rank-0.pt", "best-set/checkpoint_best-rank-0.pt"):
+        (tmp_path / name).touch()
+    for name in ("best-set/checkpoint_last", "folder/checkpoint_last", "link/checkpoint_last"):
+        shutil.copy(best, tmp_path / f"{name}.pt")
     shutil.copy(best, tmp_path / "alone")
-    (tmp_path / "taskless").mkdir()
-    state = torch.load(best, weights_only=True)
-    del state["cfg"]["task"]
-    torch.save(state, tmp_path / "taskless/checkpoint_best.pt")
+    (tmp_path / "cut/checkpoint_last.pt").write_bytes(best.read_bytes()[:5000])
+    (tmp_path / "folder/checkpoint_best.pt").mkdir()
+    (tmp_path / "link/checkpoint_best.pt").symlink_to("nowhere")
+    file = tmp_path / "taskless/checkpoint_best.pt"
+    changed(best, file, lambda state: state["cfg"].pop("task"))
     for run_, words, sentence in (
         ("none", {}, "none is missing: expected the folder of a run"),
         ("empty", {}, "empty has no checkpoint_best.pt or checkpoint_last.pt"),
@@ -437,7 +430,6 @@ def test_runs_that_cannot_be_used(prepared, two_updates, tmp_path, monkeypatch):
         ("alone", {"data_name_or_path": "empty"}, "empty has no dictionaries"),
         ("taskless", {}, "checkpoint_best.pt: cfg.task is missing"),
         (str(two_updates), {"beams": 3}, "beams: unknown setting"),
-        (str(prepared / "runs/tiny/smoe-2-2"), {"bpe": "subword_nmt"}, "bpe"),
     ):
         with pytest.raises(UsageError) as ended:
             SMoETransformerModel.from_pretrained(run_, **words)
@@ -517,12 +509,13 @@ def test_without_its_plugin_every_command_says_so(two_updates, small_corpus, nam
 
 @pytest.mark.parametrize("kind, flag", [("model", "--arch"), ("task", "--task")])
 def test_our_commands_name_what_is_of_another_plugin(prepared, tmp_path, kind, flag):
-    state = torch.load(prepared / "runs/tiny/smoe-2-2/checkpoint_best.pt", weights_only=True)
-    config = state["cfg"][kind]
-    config = config if isinstance(config, dict) else vars(config)
-    config.update(_name="mine", arch="mine", task="mine")
-    path = tmp_path / "other.pt"
-    torch.save(state, path)
+    def change(state):
+        config = state["cfg"][kind]
+        config = config if isinstance(config, dict) else vars(config)
+        config.update(_name="mine", arch="mine", task="mine")
+
+    best, path = prepared / "runs/tiny/smoe-2-2/checkpoint_best.pt", tmp_path / "other.pt"
+    changed(best, path, change)
     data = ("--data", prepared / "data/tiny/bin", "--from", "en", "--to", "fr")
     refused(run("smoe", "translate", path, *data, stdin="a\n", check=False), path, f"{flag} mine")
 

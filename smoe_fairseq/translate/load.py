@@ -144,12 +144,7 @@ class TrainedModel(GeneratorHubInterface):
     """
 
     def __init__(self, cfg, task, models, subwords: Path | None):
-        try:
-            super().__init__(cfg, task, models)
-        except Exception as error:  # of fairseq's tokenizers and subwords, of any type
-            names = (getattr(each, "_name", each) for each in (cfg.bpe, cfg.tokenizer))
-            reason = f"{type(error).__name__} {error}".splitlines()[0]
-            raise UsageError("bpe={}, tokenizer={}: {}".format(*names, reason)) from None
+        super().__init__(cfg, task, models)
         if subwords is not None:
             self.bpe = segmenter(subwords)
         self.eval()
