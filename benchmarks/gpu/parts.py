@@ -18,7 +18,6 @@ from benchmarks.gpu.report import line_of
 
 MARK = "gpu-check-result "  # a line of a part's output that is one of its results
 CORES_EACH = 2  # of parts that run side by side
-LEAST = 1  # second, of a part that is started
 
 
 @dataclass(frozen=True)
@@ -28,12 +27,14 @@ class Part:
     Attributes:
         function: ``module:name`` of a generator function of this package. It takes a `Context` and
             yields a dict per result: ``case``, ``ok`` (None if it only measures) and measurements.
+        least: the part is not started with fewer seconds left than this.
     """
 
     name: str
     function: str
     seconds: int
     about: str
+    least: int = 5
 
     @property
     def group(self) -> str:
@@ -73,6 +74,8 @@ PARTS = (
     Part("fast-block", "fast:block", 90, "block over its bare products: time, memory, host waits"),
     Part("fast-decode", "update:decode", 60, "tokens per second of fairseq-generate"),
     Part("fast-peers", "fast:peers", 60, "other packages' layers that are installed, and ours"),
+    Part("whole-demo", "training:demo", 240, "the training of `make demo`", least=20),
+    Part("whole-study", "training:study", 86400, "Multi30k's study at base size", least=60),
 )
 
 
@@ -102,7 +105,7 @@ def plan(parts: Sequence[Part], seconds: float, cores: int | None = None) -> Ite
     """Each part with its seconds, 0 if it only runs in the time that others leave."""
     for round_ in rounds(parts, cores):
         limits = [min(part.seconds, seconds) for part in round_]
-        limits = [0 if n < LEAST else n for part, n in zip(round_, limits, strict=True)]
+        limits = [0 if n < part.least else n for part, n in zip(round_, limits, strict=True)]
         yield from zip(round_, limits, strict=True)
         seconds -= max(limits)
 
@@ -147,7 +150,7 @@ def run_all(
             started = []
             for part in round_:
                 limit = min(part.seconds, end - time.monotonic())
-                if limit < LEAST:
+                if limit < part.least:
                     keep({"part": part.name, "status": "no time"})
                     continue
                 # Forked before any thread of this round begins.

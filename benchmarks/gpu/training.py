@@ -1,7 +1,11 @@
-"""fairseq-train and fairseq-generate on a device, forked from a process that has made their imports."""
+"""fairseq-train and fairseq-generate on a device, forked from a process that has made their imports, and
+whole trainings through scripts/.
+"""
 
+import os
 import re
 import socket
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,8 +17,10 @@ import torch
 from benchmarks.forked import Forked, command, value
 from benchmarks.gpu.parts import Context
 from benchmarks.program import PACKAGE, make_data, updates
+from benchmarks.timing import ROOT
 from smoe_fairseq import cli
 
+STUDY = ROOT / "build/gpu-check/study"  # stays, so that the next check resumes it
 SMALL = ["--encoder-embed-dim", 32, "--encoder-ffn-embed-dim", 64]
 SMALL += ["--decoder-embed-dim", 32, "--decoder-ffn-embed-dim", 64]
 # Nothing random and nothing dropped, so that runs can be compared.
@@ -229,3 +235,49 @@ def resharded(runs: Runs, name: str, flags: list, want: list[float]) -> dict:
     words = ["reshard", str(source), "--world-size", "1", "--output", str(output)]
     run_ranks(lambda: sys.exit(cli.main(words)))
     return close(losses(runs.train("resharded", *flags)), want)
+
+
+def script(folder: Path, name: str, *words, **variables) -> str:
+    """What a script printed; its runs and results are in ``folder``.
+
+    Raises:
+        RuntimeError: it failed; with the end of what it printed.
+    """
+    places = {"RUN_DIR": folder / "runs", "RESULTS_DIR": folder / "results", **variables}
+    command = ["bash", ROOT / f"scripts/{name}.sh", *words]
+    done = subprocess.run(
+        list(map(str, command)),
+        **{"cwd": ROOT, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True},
+        env={**os.environ, **{key: str(value) for key, value in places.items()}},
+    )
+    if done.returncode:
+        raise RuntimeError(done.stdout[-1000:])
+    return done.stdout
+
+
+def demo(context: Context) -> Iterator[dict]:
+    """The demo; a rehearsal prepares its corpus and makes two updates."""
+    folder = Path(context.folder)
+    data = {"DATA_DIR": folder / "data"}
+    if context.tiny:
+        script(folder, "prepare", "phrasebook", **data)
+        words = ["phrasebook", "smoe-2-2-2-2", "--max-update", 2, "--cpu"]
+        script(folder, "train", *words, **data)
+        yield {"case": "two updates of the demo", "ok": True}
+        return
+    text = script(folder, "demo", **data)
+    yield {"case": "demo", "ok": True, "end": text[-600:]}
+
+
+def study(context: Context) -> Iterator[dict]:
+    """Needs Multi30k, prepared beforehand; the next check resumes what the time limit ends."""
+    if context.tiny:
+        yield {"case": "left out of a rehearsal", "ok": None}
+        return
+    if not (ROOT / "data/multi30k").exists():
+        yield {"case": "left out: data/multi30k is not there (scripts/prepare.sh)", "ok": None}
+        return
+    base = ["--arch", "smoe_transformer_base", "--bf16", "--lr", 0.001]
+    base += ["--save-interval-updates", 100]
+    script(STUDY, "study", "multi30k", "dense", "smoe-4-4", *base)
+    yield {"case": "study of dense and smoe-4-4 at base size", "ok": True, "in": str(STUDY)}
