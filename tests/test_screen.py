@@ -84,23 +84,6 @@ def test_the_metric_of_validation_has_its_name_and_the_end_its_reason(
     assert last.endswith("for last 2 runs")
 
 
-def test_a_terminal_has_one_line_that_is_written_over(clock, capsys, monkeypatch):
-    monkeypatch.setattr(screen.sys.stdout, "isatty", lambda: True)
-    monkeypatch.setattr(screen.atexit, "register", lambda *_: None)
-    shown = screen.Screen(seconds=1, max_update=9)
-    for update in (1, 2):
-        shown.update(update, 3.0, words=1)
-        clock[0] += 1
-    shown.saved(2, None, None)
-    *overwritten, last = capsys.readouterr().out.split(screen.CLEAR)
-    assert [line.split(" |")[0] for line in overwritten] == [
-        "",
-        "  update 1 of 9",
-        "  update 2 of 9",
-    ]
-    assert last == "  update 2 of 9 | saved\n"
-
-
 @pytest.mark.parametrize(
     ("seconds", "said"),
     [(0.4, "0 s"), (59, "59 s"), (61, "1 min 01 s"), (3599.9, "1 h 00 min"), (18420, "5 h 07 min")],
