@@ -114,7 +114,8 @@ def refuse_experts(path: Path, state: Mapping) -> None:
     """Raise UsageError if the model has experts."""
     if any(".moe." in name for name in state.get("model") or ()):
         dense = "a dense model (--moe-freq 0), whose feed-forward networks become experts"
-        raise UsageError(f"{path} has experts: expected {dense}")
+        train = f"training continues it with --finetune-from-model {path}"
+        raise UsageError(f"{path} has experts, and {train}: expected {dense}")
 
 
 def transformer_options(path: Path, state: Mapping) -> dict:

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from smoe_fairseq.errors import UsageError, naming_file
+from smoe_fairseq.forms import choice
 from smoe_fairseq.modules.torch_features import without_default_device
 from smoe_fairseq.subwords import CODES, SubwordNMT, checked_subwords
 from smoe_fairseq.translate.directions import MULTILINGUAL, check_languages, task_for, task_name
@@ -361,7 +362,7 @@ class Translator(TrainedModel):
         known = {*self._defaults(), *others}
         for name in options:
             if name not in known:
-                raise UsageError(f"{name}: unknown; expected one of {', '.join(sorted(known))}")
+                raise UsageError(f"{name} is unknown; {choice(name, sorted(known))}")
 
     def generate(
         self, tokenized_sentences, *args, source_lang=None, target_lang=None, **options
