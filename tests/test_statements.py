@@ -109,18 +109,6 @@ def test_the_table_and_the_picture():
     assert len(draw_statements(statements, found, MEASURES).axes) == 3
 
 
-def test_the_planned_study_states_what_the_plan_says():
-    dataset = load_dataset("multi30k-planned")
-    margins = {name: measure.margin for name, measure in measures_of(dataset).items()}
-    assert margins == {"loss": 0.02, "chrF++": 0.5, "BLEU": 0.3}
-    statements = statements_of(dataset, {})
-    assert [(s.first, s.second) for s in statements] == [
-        *(("smoe-4-4", "moe"), ("smoe-4-4", "moe-top-3"), ("smoe-4-12", "moe-16")),
-        *(("smoe-2-2-2-2", "smoe-4-4"), ("moe", "dense")),
-    ]
-    assert {s.first for s in statements} | {s.second for s in statements} == set(dataset.study)
-
-
 def test_the_study_of_fine_tuning_states_what_its_plan_says():
     dataset = load_dataset("finetuning")
     margins = {name: measure.margin for name, measure in measures_of(dataset).items()}

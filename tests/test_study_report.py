@@ -1,6 +1,5 @@
 """The report of a study is made of the small files that are kept of its runs, and of nothing else."""
 
-import csv
 import json
 import shutil
 from pathlib import Path
@@ -105,18 +104,16 @@ def test_numbers_and_pictures(two_runs):
         assert (folder / f"results/multi30k/{name}.png").stat().st_size > 10_000
 
 
+@pytest.mark.filterwarnings("error")
 def test_runs_shorter_than_the_log_interval_have_no_picture_of_costs(two_runs):
     """Only their validations are logged, so the number of words is unknown."""
     folder, _ = two_runs
     assert "costs.png" in made(folder)
     for curve in folder.glob(f"results/multi30k/*/{study_results.CURVE}"):
-        with curve.open(newline="") as file:
-            header, *lines = csv.reader(file)
-        for line in lines:
-            line[header.index("training_nll")] = ""
-        curve.write_text("".join(",".join(line) + "\n" for line in [header, *lines]))
+        curve.write_text(",".join(study_results.COLUMNS) + "\n20,,5.842,,0,0.0\n")
     report = made(folder)
     assert "costs.png" not in report and "statements.png" in report
+    assert rows(report, "Systems")["moe"][5].startswith("5.842")
 
 
 def test_seeds_and_machines(two_runs):
@@ -186,14 +183,6 @@ def test_a_study_of_several_data_sets(two_runs):
     report = (folder / "results/one/report.md").read_text()
     assert rows(report, "Systems")["smoe-4-4"][7].startswith("100.00")  # BLEU of en-de alone
     assert rows(report, "Requested capacity")["smoe-4-4"][2:4] == ["1.000", "2.000"]
-
-
-@pytest.mark.filterwarnings("error")
-def test_runs_too_short_to_be_logged(two_runs):
-    folder, _ = two_runs
-    for curve in folder.glob(f"results/multi30k/*/{study_results.CURVE}"):
-        curve.write_text(",".join(study_results.COLUMNS) + "\n20,,5.842,,0,0.0\n")
-    assert rows(made(folder), "Systems")["moe"][5].startswith("5.842")
 
 
 def test_what_tokens_request_over_seeds(two_runs):

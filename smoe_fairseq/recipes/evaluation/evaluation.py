@@ -122,15 +122,13 @@ class Evaluation:
         if len(scored) == len(self.directions):
             self._write_key(folder)
             return scored
-        self.partial.mkdir(parents=True, exist_ok=True)
         begun = {direction for direction in same if not (folder / f"{direction}.txt").exists()}
-        for path in folder.glob("*"):  # the complete one stays until another is
+        if same and folder == self.complete:  # which stays until another is complete
+            shutil.copytree(folder, self.partial)
+        self.partial.mkdir(parents=True, exist_ok=True)
+        for path in self.partial.glob("*"):
             if path.name.partition(".")[0] not in scored.keys() | begun:
-                if folder == self.partial:
-                    shutil.rmtree(path) if path.is_dir() else path.unlink()
-            elif folder == self.complete:
-                copy = shutil.copytree if path.is_dir() else shutil.copyfile
-                copy(path, self.partial / path.name)
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
         self._write_key(self.partial)
         if scored:
             self.save(scored, self.partial)
