@@ -10,7 +10,7 @@ from pathlib import Path
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import FileResponse, JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -106,12 +106,6 @@ async def body_of(request: Request, limit: int) -> bytes | None:
 
 
 PAGE = Path(__file__).with_name("page")
-KINDS = {
-    ".html": "text/html; charset=utf-8",
-    ".css": "text/css; charset=utf-8",
-    ".js": "text/javascript; charset=utf-8",
-    ".svg": "image/svg+xml",
-}
 MAX_BODY = 1 << 18  # bytes
 BODY_SECONDS = 10  # until the body must be complete
 DISCARD_SECONDS = 1  # for reading the rest of a body that is too long
@@ -274,11 +268,10 @@ async def _disconnect(request: Request) -> None:
 
 
 def _file(path: Path):
-    """An endpoint for a file of the page, which is read when the server starts."""
-    content, kind = path.read_bytes(), KINDS[path.suffix]
+    """An endpoint for a file of the page."""
 
     async def endpoint(request: Request) -> Response:
-        return Response(content, media_type=kind)
+        return FileResponse(path)
 
     return endpoint
 
