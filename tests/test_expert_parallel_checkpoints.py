@@ -69,24 +69,6 @@ def test_resharding_to_and_fro_changes_no_bit(resharded):
 
 
 @pytest.mark.soak
-def test_training_goes_on_the_same_after_resharding(ranks, small_corpus, resharded, tmp_path):
-    ended = {}
-    for name, update_freq in (("4", 1), ("2", 2), ("1", 4)):  # "4 again" is "4", bit for bit
-        folder = tmp_path / name
-        shutil.copytree(resharded[name], folder)
-        arguments = flags(small_corpus, folder, "--max-update", 4, "--update-freq", update_freq)
-        if name == "1":
-            run = ranks.train(folder, 1, *arguments, one=True)
-        else:
-            run = ranks.train(folder, int(name[0]), *arguments, "--expert-parallel")
-        assert f"@ {UPDATES} updates" in run.output(0)
-        ended[name] = whole(folder)
-    assert furthest(ended["4"], ended["2"]) < 2e-5
-    assert furthest(ended["4"], ended["1"]) < 2e-5
-    assert furthest(ended["4"], whole(resharded["4"])) > 1e-3  # and it did go on
-
-
-@pytest.mark.soak
 def test_the_consolidated_checkpoint_needs_no_flag(small_corpus, resharded):
     path = resharded["consolidated"] / "checkpoint_last.pt"
     content = torch.load(path, weights_only=True)

@@ -105,35 +105,28 @@ def test_from_another_folder_and_by_a_file(prepared, tmp_path, monkeypatch):
 
 @pytest.mark.soak
 def test_with_all_that_it_needs_in_one_folder(prepared, tmp_path, monkeypatch):
-    tmp_path = tmp_path / "12:30"  # fairseq separates paths by colons
-    tmp_path.mkdir()
-    monkeypatch.chdir(tmp_path)
+    """Or with subwords of other text, of none, or without any beside its dictionaries."""
+    folder = tmp_path / "12:30"  # fairseq separates paths by colons
+    folder.mkdir()
+    monkeypatch.chdir(folder)
     run_, data = prepared / "runs/tiny/smoe-2-2", prepared / "data/tiny/bin"
     for file in (run_ / "checkpoint_best.pt", data / "spm.model", *data.glob("dict.*.txt")):
-        shutil.copy(file, tmp_path)
+        shutil.copy(file, folder)
     text, expected = evaluated(prepared, "en-fr")
     direction = {"source_lang": "en", "target_lang": "fr"}
-    loaded = SMoETransformerModel.from_pretrained(str(tmp_path), **direction)
+    loaded = SMoETransformerModel.from_pretrained(str(folder), **direction)
     assert loaded.translate(text, **SEARCH) == expected
-    if importlib.util.find_spec("transformers"):
-        run("smoe", "export", tmp_path, "--to", "huggingface", "--output", tmp_path / "model")
-        assert (tmp_path / "model/spm.model").exists()
 
     (tmp_path / "other.txt").write_text("zyx wvu tsr qpo nml kji\n" * 20)
-    other = ["--vocab-size", 30, "--output", tmp_path / "other"]
-    run("smoe", "subwords", "learn", tmp_path / "other.txt", *other)
-    shutil.copy(tmp_path / "other/spm.model", tmp_path)
-    with pytest.raises(UsageError, match=r"spm\.model"):
-        SMoETransformerModel.from_pretrained(tmp_path)
-
-    (tmp_path / "spm.model").write_bytes(b"no model")
-    with pytest.raises(UsageError, match=r"spm\.model"):
-        SMoETransformerModel.from_pretrained(tmp_path)
-
-    (tmp_path / "spm.model").unlink()
-    with pytest.raises(UsageError, match=r"has no spm\.model"):
-        SMoETransformerModel.from_pretrained(tmp_path)
-    elsewhere = SMoETransformerModel.from_pretrained(tmp_path, data_name_or_path=data, **direction)
+    other = (tmp_path / "other.txt", "--vocab-size", 30, "--output", tmp_path / "other")
+    run("smoe", "subwords", "learn", *other)
+    for content in ((tmp_path / "other/spm.model").read_bytes(), b"no model", None):
+        (folder / "spm.model").unlink()
+        if content is not None:
+            (folder / "spm.model").write_bytes(content)
+        with pytest.raises(UsageError, match=r"spm\.model"):
+            SMoETransformerModel.from_pretrained(folder)
+    elsewhere = SMoETransformerModel.from_pretrained(folder, data_name_or_path=data, **direction)
     assert elsewhere.translate(text, **SEARCH) == expected
 
 
