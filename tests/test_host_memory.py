@@ -58,11 +58,7 @@ def test_this_machine():
             {"/cpu/cpu.cfs_quota_us": 400000, "/cpu/cpu.cfs_period_us": 100000},
             4,
         ),
-        (
-            "5:cpu,cpuacct:/",
-            {"/cpu/cpu.cfs_quota_us": -1, "/cpu/cpu.cfs_period_us": 100000},
-            8,
-        ),
+        ("5:cpu,cpuacct:/", {"/cpu/cpu.cfs_quota_us": -1, "/cpu/cpu.cfs_period_us": 100000}, 8),
     ],
 )
 def test_cores(tmp_path, monkeypatch, groups, limits, expected):

@@ -12,13 +12,7 @@ from commands import changed, run_python, untrained, without
 from fairseq.data import Dictionary
 from sampling import some
 from test_expert_parallel_checkpoints import call, refusal
-from test_golden import (
-    SYSTEMS_WITH_CHECKPOINT,
-    TEXT,
-    TRANSLATED,
-    read_json,
-    unpack_checkpoints,
-)
+from test_golden import SYSTEMS_WITH_CHECKPOINT, TEXT, TRANSLATED, read_json, unpack_checkpoints
 from test_malicious_checkpoints import older
 
 from smoe_fairseq.errors import UsageError

@@ -92,13 +92,8 @@ def test_a_set_as_of_nllb(vanilla, small_corpus, tmp_path, capsys, ranks, named)
     assert f"ours.pt: 3 MoE layers, made from {ranks + 1} files" in capsys.readouterr().out
     assert_same(tmp_path / "new/ours.pt", vanilla, small_corpus)
     config = load(tmp_path / "new/ours.pt")["cfg"]["model"]
-    names = (
-        "encoder_smoe_strata",
-        "encoder_moe_freq",
-        "decoder_moe_freq",
-        "moe_gate_normalization",
-    )
-    assert [config[name] for name in names] == ["4", 2, 1, "after-drop"]
+    expected = {"encoder_smoe_strata": "4", "encoder_moe_freq": 2, "decoder_moe_freq": 1}
+    assert (expected | {"moe_gate_normalization": "after-drop"}).items() <= config.items()
 
 
 def test_a_block_against_the_equations_by_their_names(vanilla, small_corpus, tmp_path):

@@ -78,19 +78,5 @@ def test_lengths_are_by_script(text, words):
 
 
 def test_codes_of_one_language_are_told_apart_from_its_variants():
-    names = [
-        "fr",
-        "fra",
-        "fra_Latn",
-        "pt",
-        "pt-BR",
-        "zh_Hans",
-        "zh_Hant",
-        "nb",
-        "no",
-        "sh",
-        "sr",
-        "src",
-        "tgt",
-    ]
+    names = "fr fra fra_Latn pt pt-BR zh_Hans zh_Hant nb no sh sr src tgt".split()
     assert spelled_twice(names) == [("fr", "fra"), ("fr", "fra_Latn"), ("fra", "fra_Latn")]

@@ -88,15 +88,8 @@ def test_literals_are_what_they_were(literal):
     "source",
     [
         *("open('x', 'w')", "[1 for _ in 'ab']", "(lambda: 1)()", "x", "1 if 2 else 3", "f'{1}'"),
-        *(
-            "[0] * 10**9",
-            f"[0] * {MAX_ENTRIES} * 2",
-            "[" * 5000,
-            "",
-            "\0",
-            "[x] * 2",
-            "'a' * 10**9",
-        ),
+        *("[0] * 10**9", f"[0] * {MAX_ENTRIES} * 2", "[" * 5000, "", "\0", "[x] * 2"),
+        "'a' * 10**9",
     ],
 )
 def test_all_else_is_refused(source):

@@ -71,9 +71,7 @@ UNTRANSLATED = {  # options that fairseq would ignore, or that end in a KeyError
         "--lm-path lm.pt": "--lm-path",
         "--bpe sentencepiece": "--sentencepiece-model",
     },
-    "fairseq-train": {
-        f"{SAMPLED} --sampling-temperature -1": "--sampling-temperature -1.0",
-    },
+    "fairseq-train": {f"{SAMPLED} --sampling-temperature -1": "--sampling-temperature -1.0"},
 }
 WITHOUT_EFFECT = {  # with another criterion
     "--criterion masked_lm": "",
@@ -90,8 +88,7 @@ for flag, more in WITHOUT_EFFECT.items():
 
 
 @pytest.mark.parametrize(
-    "program, given, named",
-    [soak(p, g, n) if long else (p, g, n) for p, g, long, n in CASES],
+    "program, given, named", [soak(p, g, n) if long else (p, g, n) for p, g, long, n in CASES]
 )
 def test_a_bad_value_is_named(corpus, post_norm, tmp_path, program, given, named):
     words = [*generation(corpus, post_norm), "--user-dir", PLUGIN]

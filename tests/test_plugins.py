@@ -123,13 +123,7 @@ def test_commands_read_the_checkpoint_if_the_plugin_is_named(trained, monkeypatc
     assert config["moe_losses"] == {"confidence_loss": 0.5}
 
 
-MISSING = [
-    "nowhere.py",
-    "no_such_module",
-    "smoe_fairseq/nowhere.py",
-    str(ROOT / "docs"),
-    "a.py,b.py",
-]
+MISSING = ["nowhere.py", "no_such_module", "smoe_fairseq/nowhere.py", f"{ROOT}/docs", "a.py,b.py"]
 
 
 @pytest.mark.parametrize("named", MISSING)

@@ -151,10 +151,9 @@ W1 = "decoder.layers.1.moe.experts.w1"
 
 def test_noise_and_seed(dense, tmp_path):
     def made(*words):
-        call(
-            "upcycle", dense, "--smoe-strata", 4, *words, "--output", tmp_path / "up.pt", "--force"
-        )
-        return load(tmp_path / "up.pt")["model"]
+        output = tmp_path / "up.pt"
+        call("upcycle", dense, "--smoe-strata", 4, *words, "--output", output, "--force")
+        return load(output)["model"]
 
     plain, noisy = made(), made("--noise", 0.1)
     assert all(torch.equal(expert, plain[W1][0]) for expert in plain[W1])
@@ -173,11 +172,8 @@ def test_what_the_file_holds_beside_the_experts(dense, tmp_path):
     assert "last_optimizer_state" not in made
     assert made["smoe_dictionaries"] == source["smoe_dictionaries"]
     config = made["cfg"]["model"]
-    assert (config["smoe_strata"], config["moe_freq"], config["encoder_embed_dim"]) == (
-        "4-4",
-        2,
-        48,
-    )
+    expected = {"smoe_strata": "4-4", "moe_freq": 2, "encoder_embed_dim": 48}
+    assert expected.items() <= config.items()
     for name, tensor in source["model"].items():
         replaced = ".layers.1." in name and ("fc" in name or "final_layer_norm" in name)
         assert (name not in made["model"]) == replaced
@@ -293,7 +289,5 @@ def test_post_norm_and_experts_are_refused(post_norm, dense, tmp_path):
     assert f"{post_norm} is post-norm in its encoder" in sentence
     assert "--encoder-normalize-before --decoder-normalize-before" in sentence
     call("upcycle", dense, *ask)
-    again = refusal(
-        "upcycle", tmp_path / "up.pt", "--smoe-strata", 4, "--output", tmp_path / "2.pt"
-    )
+    again = refusal("upcycle", tmp_path / "up.pt", *ask[:3], tmp_path / "2.pt")
     assert "has experts: expected a dense model (--moe-freq 0)" in again
