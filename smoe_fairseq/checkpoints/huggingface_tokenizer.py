@@ -28,7 +28,8 @@ def read_tokenizer(file: Path) -> tuple[list[str], dict[int, str], bytes]:
     """
     content = read_json(file, _FORM)
     model, added = content["model"], {t["id"]: t["content"] for t in content["added_tokens"]}
-    if isinstance(model["vocab"], dict):
+    is_bpe = isinstance(model["vocab"], dict)
+    if is_bpe:
         vocabulary = sorted(model["vocab"], key=model["vocab"].get)
         if list(map(model["vocab"].get, vocabulary)) != list(range(len(vocabulary))):
             raise UsageError(
@@ -46,16 +47,12 @@ def read_tokenizer(file: Path) -> tuple[list[str], dict[int, str], bytes]:
         raise UsageError(f"{file}: model.byte_fallback is not supported; expected false")
     steps = [*_steps(content["pre_tokenizer"], "pretokenizers")]
     metaspace = next((step for step in steps if step.get("type") == "Metaspace"), {})
-    if metaspace.get("prepend_scheme", "always") != "always" or not metaspace.get(
-        "add_prefix_space", bool(metaspace)
-    ):
+    in_front = metaspace.get("add_prefix_space", bool(metaspace))
+    if not in_front or metaspace.get("prepend_scheme", "always") != "always":
         raise UsageError(
             f"{file}: pre_tokenizer is {steps!r:.80}; expected Metaspace, as of sentencepiece"
         )
-    is_bpe, scores = (
-        isinstance(model["vocab"], dict),
-        {piece: scores[piece] for piece in pieces[4:]},
-    )
+    scores = {piece: scores[piece] for piece in pieces[4:]}
     return pieces, added, new_model(is_bpe, _rules(file, content), scores)
 
 
@@ -63,9 +60,8 @@ def _check_merges(file: Path, model: dict) -> None:
     """Raise UsageError unless merges are in the order of what they make, as in sentencepiece."""
     last = 0
     for merge in model["merges"]:
-        left, right = (
-            merge.split(" ") if isinstance(merge, str) and merge.count(" ") == 1 else merge
-        )
+        is_text = isinstance(merge, str) and merge.count(" ") == 1
+        left, right = merge.split(" ") if is_text else merge
         made = model["vocab"].get(left + right, -1)
         if made < last:
             raise UsageError(

@@ -30,9 +30,7 @@ from smoe_fairseq.modules.parallel import Placement
 from smoe_fairseq.translate.load import WithoutRandomValues
 
 LENGTH = 32  # tokens of a sentence, if the data is unknown
-COPIES = (
-    2 * 25 * 2**20
-)  # bytes of gradients that legacy_ddp copies at a time (training/reduction.py)
+COPIES = 2 * 25 * 2**20  # bytes of gradients that legacy_ddp copies at a time
 # Memory besides the tensors, as measured (docs/cost.md). On a CPU: bytes of a process, and gaps that malloc
 # leaves, relative to the tensors. On a GPU: the context and gaps between blocks, as a share of all memory.
 CPU_PROCESS, CPU_GAPS, GPU_SHARE = 400 * 2**20, 1 / 3, 0.1
@@ -379,9 +377,8 @@ def translation(run: Run, beam: int = 5) -> tuple[float, float]:
     keys = 2 * len(run.model.decoder.layers) * D
     widths = [block.experts.w1.shape[1] * block.config.top_k for block in blocks]
     widths += [2 * m.out_features for n, m in run.model.named_modules() if n.endswith(".fc1")]
-    per_token = (
-        b * (keys * (1 + 2 * beam) + 8 * D + 3 * max(widths)) + 3 * 4 * beam * V / run.length
-    )
+    scores = 3 * 4 * beam * V / run.length
+    per_token = b * (keys * (1 + 2 * beam) + 8 * D + 3 * max(widths)) + scores
     return b * _size(run.model), per_token
 
 
