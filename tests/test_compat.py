@@ -119,14 +119,6 @@ def test_a_tpu_that_was_asked_for_is_not_taken_away():
         assert args.bf16 and args.tpu == bool(tpu)
 
 
-@pytest.mark.parametrize("kind", ["cached", soak("lazy")])
-def test_older_kinds_of_data_sets_are_refused(raw_corpus, tmp_path, kind):
-    words = ("-s", "src", "-t", "tgt", "--destdir", tmp_path, "--trainpref", raw_corpus / "train")
-    refused(
-        run("fairseq-preprocess", *words, "--dataset-impl", kind, check=False), "--dataset-impl"
-    )
-
-
 @pytest.mark.soak
 def test_fairseq_score_reads_files_on_any_sacrebleu(tmp_path):
     texts = {"sys": "a b c d e\nf g h i\n", "ref": "a b c d e\nf g h x\n"}

@@ -7,7 +7,6 @@ import os
 import re
 import weakref
 from contextlib import suppress
-from glob import escape, glob
 from types import ModuleType, SimpleNamespace
 
 from smoe_fairseq.errors import UsageError, naming_file
@@ -18,28 +17,15 @@ from .replacing import patches
 
 logger = logging.getLogger(__name__)
 
-# Refuses kinds of data sets whose code fails, or runs a shell.
+# Refuses FASTA files.
 #
-# For fairseq 0.12.2 on any Python. Training reads past the cache of the older formats (``lazy``,
-# ``cached``), and ``fasta`` inserts the file's name, which may come from a checkpoint, into a shell command.
+# For fairseq 0.12.2 on any Python. ``--dataset-impl fasta`` inserts the file's name, which may come from a
+# checkpoint, into a shell command.
 
 
-@patches("fairseq.data.indexed_dataset")
-def refuse_older_kinds(indexed_dataset: ModuleType) -> None:
-    """Only in fairseq's commands: other programs may use these classes."""
-    for kind in (indexed_dataset.IndexedDataset, indexed_dataset.IndexedDatasetBuilder):
-        kind.__new__ = staticmethod(_make)
-
-
-@patches("fairseq.data.fasta_dataset")
-def refuse_fasta(fasta_dataset: ModuleType) -> None:
-    fasta_dataset.FastaDataset.__new__ = staticmethod(_make)
-
-
-def _make(cls: type, path: str = "", *_, **__):
-    if "Fasta" in cls.__name__ or is_fairseq_command():
-        raise UsageError(f"{path}: cut off, or --dataset-impl lazy, cached or fasta; expected mmap")
-    return object.__new__(cls)
+@patches("fairseq.data.fasta_dataset:FastaDataset.__init__")
+def refuse_fasta(_, data, path, *others, **options):
+    raise UsageError(f"{path}: --dataset-impl fasta; expected mmap")
 
 
 # Joins the bytes of sentencepiece's byte fallback to characters.
@@ -106,25 +92,10 @@ def read_plain_data(original, prefix_path):
     return path
 
 
-def _refuse_folder_above(folder: str) -> None:
-    """Raise UsageError for a data set's folder in place of its ``bin``, which has the binarised data."""
-    inside = os.path.join(folder, "bin")
-    if glob(f"{escape(inside)}/dict.*.txt") and not glob(f"{escape(folder)}/dict.*.txt"):
-        raise UsageError(f"{folder} has no dict.*.txt: expected the binarised data in {inside}")
-
-
-@patches("fairseq.data.data_utils:infer_language_pair")
-def infer_pair_of_binarised(original, path):
-    _refuse_folder_above(path)
-    return original(path)
-
-
 @patches("fairseq.data.dictionary:Dictionary.load")
 def name_dictionary(original, cls, f):
     if not isinstance(f, str):
         return original(cls, f)
-    if not os.path.exists(f):
-        _refuse_folder_above(os.path.dirname(f))
     check_plain(f)
     with naming_file(f, "it"):
         try:
