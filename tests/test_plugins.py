@@ -10,7 +10,7 @@ from commands import refused, run, run_step, smoe, train
 from plain_loops import PADDING, D, make_block, make_input
 from sampling import soak
 from serving import JSON, Serving
-from test_recipes import ROOT, recipe
+from test_recipes import ROOT
 
 from smoe_fairseq import plugins
 from smoe_fairseq.modules import StratifiedMoE
@@ -73,7 +73,8 @@ def trained(phrasebook, tmp_path_factory) -> tuple[Path, dict[str, str]]:
     given = {"CONFIG_DIR": str(folder / "configs"), "OMP_NUM_THREADS": "1", "GPUS": "0"}
     search = "--beam 1 --max-len-a 0 --max-len-b 5".split()
     for step, flags in (("train", SMALL), ("evaluate", search)):
-        result = recipe(folder, step, "phrasebook", "balanced", *flags, **given)
+        # Not in this process, which would keep the plugin.
+        result = run_step(step, "phrasebook", "balanced", *flags, cwd=folder, **given)
         assert result.returncode == 0, result.stdout + result.stderr
     return folder, given
 
@@ -83,7 +84,6 @@ def test_a_run_is_trained_evaluated_and_tabled_with_its_flops(trained):
     log = (folder / "runs/phrasebook/balanced/train.log").read_text()
     assert "confidence_loss" in log and "experts_per_token" in log
     assert json.loads((folder / "runs/phrasebook/balanced/scores.json").read_text())["scores"]
-    # Not in this process, which would keep the plugin.
     assert " balanced" in run_step("table", "phrasebook", cwd=folder, **given).stdout
     flags = "--arch smoe_transformer_tiny --smoe-strata 4-4 --vocab-size 100 --json".split()
     costs = [
