@@ -726,16 +726,19 @@ def test_the_table_tells_what_is_odd(tmp_path):
     assert done.stderr.count("warning: ") == 1 and f"{tmp_path / 'c'}" in done.stderr
 
 
-def test_what_is_dropped_already_is_not_advised_again(tmp_path):
+def test_what_is_dropped_already_or_leaves_nothing_is_not_advised(tmp_path):
+    """All sentences of the test set are those of the training set."""
     raw = write_text(tmp_path / "text", "en-fr", train=100, valid=20, test=12)
     for language in ("en", "fr"):  # half of the pairs are repeated, and two thirds are equal
         text = raw / f"train.en-fr.{language}"
+        (raw / f"test.en-fr.{language}").write_text(text.read_text())
         text.write_text(2 * text.read_text() + 100 * "1 2\n")
     content = {"subwords": {"vocab-size": 60}, "clean": {"repeated": "drop", "equal": "keep"}}
     given = write_dataset(tmp_path / "c", "tiny", pairs=["en-fr"], raw={}, **content)
     done = step_here("prepare", "tiny", cwd=tmp_path, RAW=str(raw), WORKERS="1", **given)
     assert done.returncode == 0 and "| en-fr" in done.stdout, done.stderr
-    assert "repeated: drop" not in done.stderr
+    assert "repeated: drop" not in done.stderr and "overlap: drop" not in done.stderr
+    assert "called en-fr:" in done.stderr
 
 
 @pytest.mark.soak

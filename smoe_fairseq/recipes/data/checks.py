@@ -14,7 +14,7 @@ from smoe_fairseq.errors import UsageError
 from smoe_fairseq.forms import read_json
 from smoe_fairseq.languages import words_in
 from smoe_fairseq.recipes.compare.grid import Grid, plain
-from smoe_fairseq.recipes.data import readers
+from smoe_fairseq.recipes.data import raw, readers
 from smoe_fairseq.recipes.data.binarise import UNKNOWN, read_index, token_dtype
 from smoe_fairseq.recipes.data.faults import MAX_RATIO, MAX_WORDS, SIDES, Faults
 from smoe_fairseq.recipes.data.normalization import unquoted
@@ -34,7 +34,7 @@ _LEGEND = f"""
 read, kept: pairs of the training text, before and after cleaning; empty: a side is empty;
 repeated: an earlier pair is the same; equal: both sides are the same; over 1:{MAX_RATIO}: one side has more
 than {MAX_RATIO} times the words of the other; too long: longer than the model allows, never trained on;
-tests in training: test sentences that are also in the training text; unknown: tokens without a
+tests in training: distinct test sentences that are also in the training text; unknown: tokens without a
 subword; best BLEU, best chrF++: the highest scores that are possible with these subwords"""
 
 
@@ -198,10 +198,13 @@ def _advice(row: Row, dataset: Dataset) -> Iterator[tuple[str, dict[str, dict]]]
     """The faults of a pair, each with the settings that solve it."""
     counts, kept, clean = row.counts, row.counts["kept"], dataset.clean
     names = zip(SIDES, ("sources", "targets", "pairs"), strict=True)
+    is_whole = counts["overlap"] * 2 > kept  # the test set was taken from it
     if sides := ", ".join(f"{row.leaked[x]:,} {name}" for x, name in names if row.leaked[x]):
         leaked = f"{sides} of the test set are in training pairs ({counts['overlap']:,})"
-        yield f"{leaked}, so scores will be too good", {"clean": {"overlap": "drop"}}
-    if elsewhere := row.leaked["other pairs"]:
+        settings = {} if is_whole else {"clean": {"overlap": "drop"}}
+        advice = f"; {raw.give_alone(row.pair)}" * is_whole
+        yield f"{leaked}, so scores will be too good{advice}", settings
+    if not is_whole and (elsewhere := row.leaked["other pairs"]):
         leaked = f"{elsewhere:,} sentences of the test set are in the training text of other pairs"
         yield f"{leaked}, so scores may be too good", {"clean": {"overlap": "drop-all"}}
     if empty := counts["empty tests"]:

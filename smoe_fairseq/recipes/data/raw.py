@@ -137,6 +137,11 @@ def _section(dataset: Dataset, source: Path, split: str, pair: str) -> Section |
     return None
 
 
+def give_alone(pair: str) -> str:
+    """The advice for training text of which most is in the other splits."""
+    return f"if this is all text of {pair}, give it alone, called {pair}: then it is divided"
+
+
 def _copy(folder: Path, clean: Mapping[str, Any], codes: Mapping[str, str], unit: tuple) -> Counter:
     """Write a section to ``folder`` in the shared layout; returns the counts of pairs read and kept."""
     split, pair, section, held_out = unit
@@ -155,7 +160,7 @@ def _copy(folder: Path, clean: Mapping[str, Any], codes: Mapping[str, str], unit
         kept = f"no line of {counts['read']:,} is kept{f' ({faults})' * bool(faults)}"
         advice = "`clean` and, with `raw: {split: hash}`, repeated sources leave lines out"
         if "overlap" in left_out:  # the other splits were taken from it
-            advice = f"if this is all text of {pair}, give it alone, called {pair}: it is divided"
+            advice = give_alone(pair)
         raise UsageError(f"{named}: {kept}: {pair} needs one to {split}; {advice}")
     return counts
 
