@@ -76,17 +76,13 @@ def given(tmp_path, server) -> dict[str, str]:
     return configured | {"CUDA_VISIBLE_DEVICES": ""}
 
 
-def prepared(tmp_path: Path, given: dict[str, str], **environment: str) -> tuple[Path, str]:
-    result = recipe(tmp_path, "prepare", "m4", **given | environment)
-    assert result.returncode == 0, result.stdout + result.stderr
-    assert not list(tmp_path.glob("data/**/*.partial"))
-    return tmp_path / environment.get("DATA_DIR", "data") / "m4", result.stdout
-
-
 @pytest.mark.soak
 def test_from_the_archive_to_scores(tmp_path, given, server, published, pieces):
     server.files["m15.zip"] = zipped(published, "some/folder/", **{"m15_32k/other": b"not ours"})
-    data, said = prepared(tmp_path, given)
+    result = recipe(tmp_path, "prepare", "m4", **given)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert not list(tmp_path.glob("data/**/*.partial"))
+    data, said = tmp_path / "data/m4", result.stdout
     binary = contents(data / "bin")
     dictionary = (pieces / "dict.txt").read_bytes()
     for language in ("eng", "nso", "msa"):

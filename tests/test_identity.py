@@ -131,13 +131,6 @@ def test_other_numbers_of_processes_with_the_batch_kept(run, started):
     assert "= 16000" in run(processes=2)
 
 
-def test_older_run_goes_on_and_is_written_down(run, started):
-    (started / identity.FILE).unlink()
-    assert run("--seed", "5") is None
-    assert json.loads((started / identity.FILE).read_text())["flags"]["--seed"] == "5"
-    assert "--seed 5, not with --seed 1" in run()
-
-
 def test_run_that_has_saved_nothing_starts_anew(run, started):
     (started / "checkpoint_last.pt").unlink()
     assert run("--seed", "2") is None

@@ -4,7 +4,7 @@ import json
 
 import pytest
 import yaml
-from commands import run_step
+from commands import step_here
 from test_recipes import ROOT, refusal, write_dataset
 from test_recipes_archives import tar
 
@@ -41,7 +41,7 @@ def given(tmp_path):
 
 
 def gather(tmp_path, given, source="source.tar.xz"):
-    return run_step("gather", "tiny", source, "raw", cwd=tmp_path, **given)
+    return step_here("gather", "tiny", source, "raw", cwd=tmp_path, **given)
 
 
 def pairs(tmp_path, split: str, language: str) -> dict[str, str]:
@@ -157,12 +157,7 @@ def test_an_archive_of_another_kind_is_refused(tmp_path, given, files, words):
     assert not (tmp_path / "raw").exists()
 
 
-def test_a_damaged_archive_and_a_folder_without_one(tmp_path, given):
-    archive(tmp_path / "source.tar.xz", {"translations/source/cy/a.po": "x" * 5000})
-    content = (tmp_path / "source.tar.xz").read_bytes()
-    (tmp_path / "source.tar.xz").write_bytes(content[: len(content) // 2])
-    assert "source.tar.xz cannot be unpacked" in refusal(gather(tmp_path, given))
+def test_a_folder_without_an_archive_is_named(tmp_path, given):
     (tmp_path / "empty").mkdir()
-    assert "empty has no archives: --raw has to name one" in refusal(
-        gather(tmp_path, given, "empty")
-    )
+    said = refusal(gather(tmp_path, given, "empty"))
+    assert "empty has no archives: --raw has to name one" in said

@@ -1,16 +1,13 @@
 """A study: every method and seed, interrupted and resumed, and what its report says of them."""
 
-import csv
 import json
 import os
-import re
 import signal
 import subprocess
 import time
 from contextlib import suppress
 from pathlib import Path
 
-import numpy as np
 import pytest
 from commands import step_here
 from programs import wait_until
@@ -116,32 +113,6 @@ def test_an_interrupted_study_goes_on_with_what_is_left(studied):
         assert set(about["versions"]) == {"torch", "fairseq", "sacrebleu"}
         same = folder / "runs/tiny" / name / "scores.json"
         assert (folder / "results/tiny" / name / "scores.json").read_text() == same.read_text()
-
-
-@pytest.mark.soak
-def test_the_curve_is_that_of_the_log(studied):
-    folder, _ = studied
-    with open(folder / "results/tiny/moe/curve.csv") as lines:
-        rows = list(csv.DictReader(lines))
-    log = (folder / "runs/tiny/moe/train.log").read_text()
-    assert [row["update"] for row in rows] == ["1", "2"]
-    for row in rows:
-        number = float(row["training_nll"])
-        assert f"nll_loss={number:g}, " in log
-    assert f"nll_loss {float(rows[-1]['validation_nll']):g} " in log
-    assert float(rows[-1]["words"]) > float(rows[0]["words"]) > 0
-
-
-@pytest.mark.soak
-def test_experts_per_token_are_those_of_all_updates(studied):
-    folder, _ = studied
-    log = (folder / "runs/tiny/smoe-2-2/train.log").read_text()
-    pattern = r"experts_per_token=([\d.]+), .*wpb=([\d.]+), .*num_updates=(\d+)"
-    lines = {update: numbers for *numbers, update in re.findall(pattern, log)}  # the last of each
-    experts, words = (np.array(column, float) for column in zip(*lines.values(), strict=True))
-    assert len(lines) == 2
-    about = json.loads((folder / "results/tiny/smoe-2-2" / study_results.FILE).read_text())
-    assert about["experts_per_token"] == pytest.approx(np.average(experts, weights=words), abs=1e-3)
 
 
 @pytest.mark.soak

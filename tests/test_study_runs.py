@@ -82,9 +82,9 @@ def test_the_curve_of_a_run(tmp_path, monkeypatch):
     run = tmp_path / "runs/multi30k/moe"
     run.mkdir(parents=True)
     lines = [
-        {"num_updates": 10, "nll_loss": 8.0, "wpb": 100, "wps": 50},
+        {"num_updates": 10, "nll_loss": 8.0, "wpb": 100, "wps": 50, "experts_per_token": 2},
         {"valid_nll_loss": 7.5, "valid_num_updates": 15},
-        {"num_updates": 25, "nll_loss": 6.0, "wpb": 200, "wps": 100},
+        {"num_updates": 25, "nll_loss": 6.0, "wpb": 200, "wps": 100, "experts_per_token": 1.4},
         {"num_updates": 30, "wpb": 300, "wps": 9},  # of something else
     ]
     (run / "train.log").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
@@ -95,6 +95,8 @@ def test_the_curve_of_a_run(tmp_path, monkeypatch):
     numbers = [[row[name] for name in ("update", "words", "seconds")] for row in result.curve]
     assert numbers == [[10, 1000, 20], [15, 1000, 20], [25, 4000, 50]]
     assert [row["validation_nll"] for row in result.curve] == [None, 7.5, None]
+    assert result.about["experts_per_token"] == pytest.approx((100 * 2 + 200 * 1.4) / 300, abs=1e-3)
+    assert result.about["updates"] == 25 and result.about["versions"].keys() >= {"torch", "fairseq"}
 
 
 def test_routing_is_summed_up_by_text_alone(tmp_path):
