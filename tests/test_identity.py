@@ -44,6 +44,11 @@ def started(run, tmp_path) -> Path:
     return tmp_path / "runs/x/moe"
 
 
+def save(folder: Path) -> None:
+    """Training does, after updates."""
+    (folder / "checkpoint_last.pt").write_text("more")
+
+
 def test_a_run_that_does_not_say_what_it_is_is_resumed_with_a_word(run, started, capsys):
     (started / "identity.json").unlink()
     assert run(method="switch") is None and "identity.json is missing" in capsys.readouterr().err
@@ -72,15 +77,29 @@ def test_another_flag_is_refused(run, started, flags):
 
 
 def test_another_flag_may_be_forced(run, started, capsys):
-    """And is what the run was started with from then on, unless there is nothing left to train."""
+    """And is what the run was started with from then on."""
     assert run("--lr", "0.003", force=True) is None
     said = f"warning: {started} was started with --lr 0.002, not with --lr 0.003; --force-resume"
     assert said in capsys.readouterr().err
-    assert run("--lr", "0.003") is None and "--lr 0.003, not with --lr 0.002" in run()
-    identity.finish([*WORDS, "--lr", "0.003", "--save-dir", str(started)])
+    assert "--lr 0.002, not with --lr 0.003" in run("--lr", "0.003")  # no update was made so far
+    os.utime(started / "checkpoint_last.pt", (1, 1))  # a copy without its times
+    assert run() is None
+    save(started)
+    assert run() is None  # it went on as it was started
+    assert run("--lr", "0.003", force=True) is None
+    (started / "checkpoint_last.pt").write_text("even more")
+    assert run("--lr", "0.003") is None
+    assert "--lr 0.003, not with --lr 0.002" in run()
+
+
+def test_what_is_forced_on_a_finished_run_is_not_recorded(run, started):
+    identity.finish([*WORDS, "--save-dir", str(started)])
     before = (started / identity.FILE).read_bytes()
-    assert run(force=True, left=False) is None
+    assert run("--lr", "0.003", force=True, left=False) is None  # nothing is trained
     assert (started / identity.FILE).read_bytes() == before
+    assert run("--lr", "0.003", "--max-update", "20", force=True) is None
+    save(started)
+    assert "--lr 0.003, not with --lr 0.002" in run()
 
 
 def test_another_method_or_dictionary_may_not_be_forced(run, started, tmp_path):

@@ -298,7 +298,8 @@ class Files(http.server.BaseHTTPRequestHandler):
             return
         beyond = 0 < start >= len(content)
         self.send_response(416 if beyond else 206 if start else 200)
-        self.send_header("Content-Length", str(max(0, len(content) - start)))
+        if self.server.measured:
+            self.send_header("Content-Length", str(max(0, len(content) - start)))
         if beyond:
             self.send_header("Content-Range", f"bytes */{len(content)}")
         if self.server.version:
@@ -319,6 +320,7 @@ def server():
             for language in ("en", "fr")
         }
         server.bytes_per_reply, server.version, server.starts = 10**9, '"1"', []
+        server.measured = True
         threading.Thread(target=server.serve_forever, daemon=True).start()
         yield server
         server.shutdown()
@@ -351,11 +353,13 @@ def test_interrupted_download_resumes(tmp_path, server):
     assert len(list((tmp_path / "data/remote/raw").glob("[!.]*"))) == 6
 
 
-@pytest.mark.parametrize("content", [b"", b"\n<!DOCTYPE html><p>Log in"])
+@pytest.mark.parametrize(
+    "content", [b"", b"\n<!DOCTYPE html><p>Log in", gzip.compress(b"text", mtime=0)[:-9]]
+)
 def test_a_bad_download_does_not_stay(tmp_path, server, content):
     address = f"127.0.0.1:{server.server_port}"
     good = {f"{name}.gz": gzip.compress(text) for name, text in server.files.items()}
-    server.files = dict.fromkeys(good, content)
+    server.files, server.measured = dict.fromkeys(good, content), content[:1] in (b"", b"\n")
     names = {"files": "{split}.{language}.gz"}
     assert "/train.en.gz has " in refusal(fetch_from(tmp_path, address, **names))
     folder = tmp_path / "data/remote/download"
@@ -363,9 +367,10 @@ def test_a_bad_download_does_not_stay(tmp_path, server, content):
     server.files = good
     fetch_from(tmp_path, address, **names)
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == good
-    (folder / "train.en.gz").write_bytes(content)  # of an earlier version
-    shutil.rmtree(tmp_path / "data/remote/raw")
-    assert "download/train.en.gz has " in refusal(fetch_from(tmp_path, address, **names))
+    if server.measured:  # of an earlier version
+        (folder / "train.en.gz").write_bytes(content)
+        shutil.rmtree(tmp_path / "data/remote/raw")
+        assert "download/train.en.gz has " in refusal(fetch_from(tmp_path, address, **names))
 
 
 @pytest.mark.parametrize("version", ['"2"', ""])

@@ -16,6 +16,7 @@ import sacrebleu
 import yaml
 from commands import PLUGIN, bash_torchrun, changed, contents, refused, run_step, step_here
 from commands import run as run_program
+from sentencepiece import SentencePieceProcessor
 from test_lock import holder
 from test_recipes import recipe, refusal, surroundings, table, write_dataset
 
@@ -351,6 +352,18 @@ def test_the_commands_of_a_dry_run_give_the_same_translations_and_scores(tiny, u
             numbers = (line.split("\t")[1].split() for line in (one, other))
             one, other = (list(map(float, each)) for each in numbers)
             assert one == pytest.approx(other, abs=2e-4)  # sums in another order
+
+
+def test_translations_may_begin_as_the_references(unevaluated):
+    """With --prefix-size, as those of fairseq-generate; the language's token is the first."""
+    assert evaluate_again(unevaluated, "--prefix-size", "3", "--max-len-b", "12").returncode == 0
+    test = unevaluated / "runs/tiny/smoe-2-2/test"
+    subwords = SentencePieceProcessor(model_file=str(unevaluated / "data/tiny/bin/spm.model"))
+    for direction in ("en-fr", "fr-en"):
+        reference = unevaluated / f"data/tiny/raw/test.en-fr.{direction[-2:]}"
+        both = (file.read_text().splitlines() for file in (reference, test / f"{direction}.txt"))
+        for expected, text in zip(*both, strict=True):
+            assert text.startswith(subwords.decode(subwords.encode(expected)[:2]))
 
 
 def lines_of(file: Path) -> list[str]:

@@ -96,7 +96,7 @@ def test_batch_of_the_released_scripts_and_any_other(tmp_path):
 def test_too_many_gpus_for_the_batch_are_refused(tmp_path):
     """The longest sentence has to fit in; flags of one's own are one's own batch."""
     sentence = refusal(dry(tmp_path, "train", "m4", "moe", NODES="4", GPUS="8"))
-    assert "32 ranks" in sentence and "13,000" in sentence and "--batch" in sentence
+    assert "32 ranks" in sentence and "13,000" in sentence and "25" in sentence
     assert "--gpus" in refusal(dry(tmp_path, "train", "multi30k", "moe", GPUS="9" * 20))
     result = dry(tmp_path, "train", "m4", "moe", "--max-tokens", "512", NODES="4", GPUS="8")
     (warning,) = [x for x in result.stderr.splitlines() if x.startswith("warning: ")]

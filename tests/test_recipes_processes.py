@@ -18,6 +18,7 @@ from sampling import soak
 from test_lock import holder
 from test_recipes import ROOT, commands, recipe, tiny_place, value, write_dataset
 from test_several_processes import LAST, assert_same_bits, content
+from test_signals import state
 
 from smoe_fairseq import locks
 from smoe_fairseq.errors import UsageError
@@ -211,6 +212,33 @@ def test_a_command_that_has_ended_does_not_hold_up_the_end(monkeypatch):
         groups.start(["sleep", "600"], os.environ)
         os.kill(os.getpid(), signal.SIGINT)
     assert signal.SIGINT in sent and signal.SIGKILL not in sent
+
+
+SLEEPS = """
+import os
+from smoe_fairseq.recipes.processes import ProcessGroups
+with ProcessGroups() as groups:
+    command = groups.start(["sleep", "600"], os.environ)
+    print(command.pid, flush=True)
+    command.wait()
+"""
+
+
+def test_a_command_is_stopped_and_continued_with_its_recipe():
+    """Ctrl-Z reaches the recipe alone, as its commands are in process groups of their own."""
+    with subprocess.Popen(
+        [sys.executable, "-c", SLEEPS], stdout=subprocess.PIPE, text=True
+    ) as ours:
+        command = int(ours.stdout.readline())
+        try:
+            ours.send_signal(signal.SIGTSTP)
+            wait_until(lambda: {state(ours.pid), state(command)} == {"T"}, ours)
+            ours.send_signal(signal.SIGCONT)
+            wait_until(lambda: "T" not in {state(ours.pid), state(command)}, ours)
+        finally:
+            ours.send_signal(signal.SIGCONT)
+            ours.terminate()
+    assert ours.returncode == 128 + signal.SIGTERM
 
 
 RANKS = """if [ "$RANK" = 1 ]; then {}; fi; exec sleep 600"""

@@ -87,6 +87,17 @@ def test_a_value_that_cannot_be_is_named(capsys, flag, value):
     assert f"argument {flag}: " in capsys.readouterr().err
 
 
+def test_texts_behind_a_list_of_symbols_are_named(tmp_path, capsys):
+    """argparse would take them as symbols, and say that the texts are missing."""
+    text = tmp_path / "text"
+    text.write_text("a text\n")
+    with pytest.raises(SystemExit, match="2"):
+        words = ("--user-defined-symbols", "<c>", str(text), "--output", "o")
+        main(["subwords", "learn", *words])
+    said = capsys.readouterr().err
+    assert "argument --user-defined-symbols: " in said and str(text) in said
+
+
 def test_marks_in_any_order_make_one_letter():
     rules = dict(line.split("\t") for line in nfc_rules().splitlines())
     for text in ("e\u0302\u0323", "e\u0323\u0302", "\xea\u0323", "\u1eb9\u0302"):

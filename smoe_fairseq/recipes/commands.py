@@ -7,6 +7,7 @@ the data set.
 import argparse
 import importlib
 import inspect
+import os
 import re
 import shlex
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
@@ -241,6 +242,8 @@ def _naming_flags(given: Mapping[str, str]) -> Iterator[None]:
 
 
 def _symbol(text: str) -> str:
+    if os.path.isfile(text):  # False for words that are too long for a name
+        raise ArgumentTypeError(f"{text} is a file; the texts come before this flag")
     if text.split() != [text] or text in ("<s>", "<pad>", "</s>", "<unk>"):
         raise ArgumentTypeError(f"{text!r}: expected a word that is no mark of fairseq's")
     return text

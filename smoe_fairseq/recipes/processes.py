@@ -109,6 +109,7 @@ class ProcessGroups:
 
     After a signal or an error, the context waits until all processes of the groups have ended. An error
     sends them SIGTERM, and after `TIMEOUT_SECONDS` they are killed. The commands have no standard input.
+    Ctrl-Z (SIGTSTP) stops the groups together with this process until it continues.
 
     Raises:
         SystemExit: on leaving, if this process received one of `ENDING`; the status is 128 + its number.
@@ -129,10 +130,11 @@ class ProcessGroups:
 
     def __enter__(self):
         # Ignored signals (nohup, a shell's background jobs) stay ignored, in the commands too.
-        before = {number: signal.getsignal(number) for number in ENDING}
+        handlers = dict.fromkeys(ENDING, self._pass_on) | {signal.SIGTSTP: self._suspend}
+        before = {number: signal.getsignal(number) for number in handlers}
         self.before = {n: action for n, action in before.items() if action is not signal.SIG_IGN}
         for number in self.before:
-            signal.signal(number, self._pass_on)
+            signal.signal(number, handlers[number])
         return self
 
     def __exit__(self, error, *_):
@@ -151,6 +153,11 @@ class ProcessGroups:
     def _pass_on(self, number: int, _frame) -> None:
         self.received.append(number)
         self._send_all(number)
+
+    def _suspend(self, *_) -> None:
+        self._send_all(signal.SIGTSTP)
+        signal.raise_signal(signal.SIGSTOP)
+        self._send_all(signal.SIGCONT)
 
     def _send_all(self, number: int) -> None:
         for group in self.groups:

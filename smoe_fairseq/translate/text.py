@@ -220,6 +220,7 @@ class BatchTranslator:
         target: str | None = None,
         options: Options = Options(),
         done: Callable[[int, Translation], None] = lambda number, translation: None,
+        prefixes: Sequence[Sequence[int]] | None = None,
         known: Set[int] = frozenset(),
     ) -> list[Translation]:
         """Translations in the order of the texts; those of texts without words are empty.
@@ -231,6 +232,7 @@ class BatchTranslator:
         Args:
             source, target: languages; optional if only one direction is possible.
             done: called with the index and the translation of each text, the longest texts first.
+            prefixes: first tokens of each translation, in place of ``options.prefix``.
             known: indices of texts that need no translation: theirs are None. The others have the same
                 batches, and so the same translations, as without ``known``.
 
@@ -243,6 +245,8 @@ class BatchTranslator:
         places = [
             (text, part) for text, (parts, _) in enumerate(divided) for part in range(len(parts))
         ]
+        if prefixes is not None:
+            prefixes = [() if part else prefixes[text] for text, part in places]
         found: list[list] = [[None] * len(parts) for parts, _ in divided]
         results: list = [None] * len(texts)
 
@@ -258,7 +262,7 @@ class BatchTranslator:
         # fairseq's sampling of a batch depends on the batches before it.
         skipped = frozenset() if options.sampling and not self.ours else known
         needless = {index for index, (text, _) in enumerate(places) if text in skipped}
-        for batch, translations in self._translate(task, flat, begins, options, needless):
+        for batch, translations in self._translate(task, flat, begins, options, prefixes, needless):
             for index, translation in zip(batch, translations, strict=True):
                 text, part = places[index]
                 found[text][part] = translation
@@ -294,6 +298,7 @@ class BatchTranslator:
         texts: list[str],
         begins: list[bool],
         options: Options,
+        prefixes: list | None,
         needless: Set[int],
     ) -> Iterator[tuple[list[int], list[Translation]]]:
         """Indices and translations of each batch.
@@ -312,7 +317,8 @@ class BatchTranslator:
         def translate(batch: list[int]) -> tuple[list[int], list[Translation]]:
             sample = dataset.collater([dataset[index] for index in batch])
             order = sample["id"].tolist()
-            prefix = readout.prefixes(options.prefix, [begins[index] for index in order])
+            own = prefixes and [prefixes[index] for index in order]
+            prefix = readout.prefixes(options.prefix, [begins[index] for index in order], own)
             most = int(options.max_len_a * lengths[batch].min() + options.max_len_b)
             if prefix is not None and prefix.shape[1] > most:
                 limit = f"at most {most} subwords, the limit of --max-len-a and --max-len-b"

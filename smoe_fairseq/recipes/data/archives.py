@@ -29,7 +29,7 @@ def read_members(
     archive: Path, wanted: Callable[[PurePosixPath], bool]
 ) -> Iterator[tuple[PurePosixPath, bytes]]:
     """Yield name and content of the wanted regular files, in the archive's order."""
-    with _naming_archive(archive):
+    with naming_archive(archive):
         for name, regular, size, opened in _members(archive):
             path = PurePosixPath(name)
             if regular and wanted(path):
@@ -51,7 +51,7 @@ def extract(archive: Path, wanted: Mapping[str, Path]) -> int:
             exceeds the free space, or occurs twice.
     """
     members = {}
-    with _naming_archive(archive, os.path.commonpath(wanted.values()) if wanted else None):
+    with naming_archive(archive, os.path.commonpath(wanted.values()) if wanted else None):
         for name, regular, size, opened in _members(archive):
             parts = PurePosixPath(name.replace("\\", "/")).parts
             endings = ("/".join(parts[i:]) for i in range(len(parts)))
@@ -73,7 +73,7 @@ def extract(archive: Path, wanted: Mapping[str, Path]) -> int:
 
 
 @contextmanager
-def _naming_archive(archive: Path, folder: str | None = None) -> Iterator[None]:
+def naming_archive(archive: Path, folder: str | None = None) -> Iterator[None]:
     """Turn errors into a UsageError that names the archive, and the ``folder`` to extract to."""
     try:
         yield

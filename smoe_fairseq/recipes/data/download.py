@@ -6,6 +6,7 @@ import re
 import sys
 import urllib.error
 import urllib.request
+import zipfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,8 +15,8 @@ from urllib.parse import urlsplit
 
 from smoe_fairseq.errors import UsageError
 from smoe_fairseq.files import check_plain, open_plain, put_in_place, whole_folder, write_whole
-from smoe_fairseq.recipes.data.archives import extract
-from smoe_fairseq.recipes.data.compression import MAGIC
+from smoe_fairseq.recipes.data.archives import extract, naming_archive
+from smoe_fairseq.recipes.data.compression import BLOCK, COMPRESSED, MAGIC, compression_of
 from smoe_fairseq.recipes.data.finding import all_publisher_names
 from smoe_fairseq.recipes.datasets import Dataset
 
@@ -113,14 +114,16 @@ def download(remote: Remote, target: Path) -> None:
         part.parent.mkdir(parents=True, exist_ok=True)
     for attempt in range(1, ATTEMPTS + 1):
         try:
-            _append_rest(remote, part)
+            measured = _append_rest(remote, part)
             break
         except (OSError, http.client.HTTPException) as error:
             refused = isinstance(error, urllib.error.HTTPError) and error.code < 500
             if refused or attempt == ATTEMPTS:
                 raise OSError(str(error)) from error
         print(f"{target.name}: interrupted, resuming", file=sys.stderr, flush=True)
-    if fault := _fault(remote, part):
+    if fault := _fault(remote, part) or (
+        None if measured or remote.size or remote.sha256 else _cut_off(part)
+    ):
         part.unlink()
     else:
         with _writing(part):
@@ -134,8 +137,11 @@ def _version_file(part: Path) -> Path:
     return part.with_name(f"{part.name}.version")
 
 
-def _append_rest(remote: Remote, part: Path) -> None:
-    """Download the rest of ``part``; raises ConnectionError if the connection breaks."""
+def _append_rest(remote: Remote, part: Path) -> bool:
+    """Download the rest of ``part``; returns whether the server has told its length.
+
+    Raises ConnectionError if the connection breaks.
+    """
     url, version = remote.url, _version_file(part)
     have = part.stat().st_size if part.exists() else 0
     known = version.read_text("utf-8") if version.is_file() else ""
@@ -149,10 +155,9 @@ def _append_rest(remote: Remote, part: Path) -> None:
         if error.code != http.client.REQUESTED_RANGE_NOT_SATISFIABLE:
             raise
         if error.headers.get("Content-Range") == f"bytes */{have}":
-            return  # complete: an earlier attempt ended just before renaming it
+            return True  # complete: an earlier attempt ended just before renaming it
         part.unlink()  # longer than the server's file, so perhaps another file
-        _append_rest(remote, part)
-        return
+        return _append_rest(remote, part)
     with response:
         resumed = response.status == http.client.PARTIAL_CONTENT
         have = have if resumed else 0
@@ -172,6 +177,7 @@ def _append_rest(remote: Remote, part: Path) -> None:
     if length is not None and size < have + int(length):
         raise ConnectionError(f"cut off after {size} of {have + int(length)} bytes")
     print(f"{url}: {size:,} bytes", flush=True)
+    return length is not None
 
 
 def _version(headers: Mapping[str, str]) -> str:
@@ -207,6 +213,22 @@ def _fault(remote: Remote, path: Path) -> str | None:
             checksum = hashlib.file_digest(content, "sha256").hexdigest()
             if checksum != remote.sha256.lower():
                 return f"the SHA-256 checksum {checksum}, not {remote.sha256} as expected"
+    return None
+
+
+def _cut_off(path: Path) -> str | None:
+    """What shows that a compressed file or archive lacks its end; None if nothing does."""
+    try:
+        with naming_archive(path):
+            with open(path, "rb") as file:
+                kind = compression_of(file.read(BLOCK))
+            with COMPRESSED[kind](path) as content:
+                while content.read(BLOCK):
+                    pass
+            if path.name.endswith(".zip.part"):
+                zipfile.ZipFile(path).close()
+    except UsageError:
+        return "no end as expected: it is cut off, or damaged"
     return None
 
 

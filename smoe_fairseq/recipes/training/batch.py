@@ -122,14 +122,24 @@ def _named_batch(name: str, total: int, most: int, ranks: int, typed: dict, leas
 def _divide(unit: str, requested: int, most: int, ranks: int, least: int, name: str = "") -> Batch:
     """The batch in as few forward passes of ``least`` to ``most`` tokens as possible."""
 
-    frequency = -int(-requested / ranks // max(least, most))
-    size = min(max(least, most), max(least, int(requested / ranks / frequency)))
-    batch = Batch(unit, requested, ranks, size, frequency, name)
+    def on(ranks: int) -> Batch:
+        frequency = -int(-requested / ranks // max(least, most))
+        size = min(max(least, most), max(least, int(requested / ranks / frequency)))
+        return Batch(unit, requested, ranks, size, frequency, name)
+
+    batch = on(ranks)
     if not batch.is_close:
+        most_ranks = 2 * requested  # with more of them a rank has no token
+        below = range(min(ranks - 1, most_ranks), 0, -1)
+        above = range(ranks + 1, min(2 * ranks, most_ranks) + 1)
+        found = (next((n for n in side if on(n).is_close), None) for side in (below, above))
+        near = " or ".join(str(n) for n in found if n) or "none"
         room = f"; a rank needs room for a sentence of {least}" if least > 1 else ""
         shared = f"{requested:,} {'tokens' if unit == 'max-tokens' else 'sentences'}{room}"
-        cannot = f"{ranks} ranks (--gpus times --nodes) cannot share a batch of {shared}"
-        raise UsageError(f"{cannot}: expected another number of them, or another --batch")
+        advice = f"the nearest number that can is {near}; or set --batch"
+        raise UsageError(
+            f"{ranks} ranks (--gpus times --nodes) cannot share a batch of {shared}: {advice}"
+        )
     return batch
 
 

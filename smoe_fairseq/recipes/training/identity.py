@@ -9,6 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from smoe_fairseq import files, locks
+from smoe_fairseq.checkpoints.content import fingerprint
 from smoe_fairseq.errors import UsageError
 from smoe_fairseq.files import write_whole
 from smoe_fairseq.forms import IDENTITY, read_json
@@ -23,6 +24,8 @@ _joined: set[Path] = set()  # folders of runs that another machine started
 # Keys in the file.
 _RANKS = "ranks"  # for information
 _TRAINED = "trained"  # the values of `_LIMITS` when training has ended
+_BEFORE = "before"  # the identity before --force-resume changed it
+_SAVED = "saved"  # in `_BEFORE`: the time of the last checkpoint
 _SIZES = tuple(f"--{name}" for name in SIZES)
 _PRECISION = {f"--{name}" for name in ("fp16", "bf16", "fp16-no-flatten-grads", *OTHERS)}
 _LIMITS = ("--max-update", "--max-epoch", "--patience")
@@ -98,6 +101,8 @@ def claim(
     if is_saved(folder) and file.exists():
         saved = _read(file)
         if not (difference := _difference(saved, own, data)):
+            if saved != _read(file, begun=True):  # --force-resume ended before it saved
+                _write(file, saved)
             return _is_unfinished(saved, flags)
         otherwise = "choose another --run-dir for a new run"
         if _difference(saved, own | {"flags": saved["flags"]}, data):  # in method or dictionaries
@@ -109,6 +114,7 @@ def claim(
         if not _is_unfinished(saved, flags):
             return False
         warn(f"{folder} {difference}; --force-resume resumes it with the new flags")
+        own[_BEFORE] = {**saved, _SAVED: _last_save(folder)}
     elif is_saved(folder):
         warn(
             f"{file} is missing: the run is resumed as {method}, with the flags that are given now"
@@ -176,7 +182,7 @@ def _join(folder: Path, own: dict, data: Path) -> None:
     while time.monotonic() < end:
         with suppress(UsageError):
             if (folder / FILE).exists():
-                difference = _difference(_read(folder / FILE), own, data)
+                difference = _difference(_read(folder / FILE, begun=True), own, data)
         if difference is None:
             _joined.add(folder)
             return
@@ -269,9 +275,23 @@ def flags_of(run: Path) -> dict[str, str]:
     return _read(run / FILE)["flags"] if (run / FILE).exists() else {}
 
 
-def _read(file: Path) -> dict:
+def _last_save(folder: Path) -> str:
+    """What its checkpoints are."""
+    digest = hashlib.sha256()
+    for file in sorted(folder.glob("checkpoint*.pt")):
+        with suppress(FileNotFoundError):  # training goes on
+            digest.update(fingerprint(file).encode())
+    return digest.hexdigest()
+
+
+def _read(file: Path, begun: bool = False) -> dict:
+    """The identity of the last checkpoint; ``begun``: of the last start, which may not have saved one."""
     same = "the flags given now are those that the run was started with"
-    return read_json(file, IDENTITY, f"delete it if {same}, or set --run-dir to another folder")
+    content = read_json(file, IDENTITY, f"delete it if {same}, or set --run-dir to another folder")
+    before = content.pop(_BEFORE, None)
+    if before is None or begun or before.pop(_SAVED, None) != _last_save(file.parent):
+        return content
+    return before
 
 
 def _difference(saved: dict, own: dict, data: Path) -> str | None:
