@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from smoe_fairseq.modules import OptionError, StratifiedMoE
+from smoe_fairseq.modules.config import MoEConfig
 from smoe_fairseq.modules.experts import Experts
 from smoe_fairseq.modules.parallel import Placement
 from smoe_fairseq.modules.routing import Capacity, most_copies
@@ -86,7 +87,7 @@ def test_routing_makes_no_float64_on_mps(part):
             experts_TK = torch.empty(6, 2, dtype=torch.long, device="mps")
             scores_TE = torch.empty(6, 4, device="mps")
             active_T = torch.empty(6, dtype=torch.bool, device="mps")
-            found = Capacity()(experts_TK, scores_TE, active_T).kept_E
+            found = Capacity(MoEConfig())(experts_TK, scores_TE, active_T).kept_E
         elif part == "expert choice":
             found = most_copies(2.0, count_E, num_experts=4)
         else:

@@ -159,13 +159,15 @@ def test_l1_loss_of_relu(padding):
     block.gates[0].coefficient.steps += 100
     _, stats = block(x, mask)
     if padding == "all":
-        assert float(stats.l1.detach()) == 0
+        assert float(stats.own_loss.detach()) == 0
         return
     params = dict(block.named_parameters())
     want = reference_gates.relu_l1(params, 0, normed(block, x[~mask]), 2) * 1e-8 * 1.2**100
     weight = params["gates.0.weight"]
-    grads = [torch.autograd.grad(loss, weight, retain_graph=True)[0] for loss in (stats.l1, want)]
-    assert torch.allclose(stats.l1, want, rtol=1e-4) and torch.allclose(*grads, rtol=1e-4)
+    grads = [
+        torch.autograd.grad(loss, weight, retain_graph=True)[0] for loss in (stats.own_loss, want)
+    ]
+    assert torch.allclose(stats.own_loss, want, rtol=1e-4) and torch.allclose(*grads, rtol=1e-4)
 
 
 def test_the_l1_coefficient_goes_towards_the_goal():
@@ -190,7 +192,7 @@ def test_the_l1_coefficient_goes_towards_the_goal():
     for _ in range(200):
         y, stats = block(x)
         descent.zero_grad()
-        ((y - want.detach()).square().mean() + stats.l1).backward()
+        ((y - want.detach()).square().mean() + stats.own_loss).backward()
         descent.step()
         block.end_update(stats.observed)
         seen.append(float(stats.chosen.sum()) / 64)

@@ -29,22 +29,18 @@ class Places(NamedTuple):
 class Capacity(nn.Module):
     """In a pass an expert takes at most ``ceil(factor * T / E)`` copies, first choices before second ones.
 
+    A full expert keeps, by the order: "sentence": the first rows, which a layer orders by sentence; "score":
+    tokens with the highest probability of a first choice (batch-prioritised routing, Riquelme et al. 2021);
+    "random": a new random order each time, in evaluation "score".
+
     Args:
-        factor: in training; 0: no limit.
-        eval_factor: in evaluation; 0: no limit.
-        order: which copies a full expert keeps. "sentence": the first rows, which a layer orders by
-            sentence; "score": tokens with the highest probability of a first choice (batch-prioritised
-            routing, Riquelme et al. 2021); "random": a new random order each time, in evaluation "score".
+        config: the block's `MoEConfig`.
     """
 
-    @classmethod
-    def of_config(cls, config) -> "Capacity":
-        """The capacity of a `MoEConfig`."""
-        return cls(config.capacity_factor, config.eval_capacity_factor, config.drop_order)
-
-    def __init__(self, factor: float = 2.0, eval_factor: float = 0.0, order: str = "sentence"):
+    def __init__(self, config):
         super().__init__()
-        self.factor, self.eval_factor, self.order = factor, eval_factor, order
+        self.factor, self.eval_factor = config.capacity_factor, config.eval_capacity_factor
+        self.order = config.drop_order
 
     @property
     def current_factor(self) -> float:

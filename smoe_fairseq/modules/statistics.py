@@ -43,11 +43,6 @@ class RoutingStats(NamedTuple):
     stops: Tensor | None = None  # scalar, `expected_stops`, if there is a capacity budget
     gate_logits: Tensor | None = None  # x.shape[:-1] + (E + M,): those of the first gate
 
-    @property
-    def l1(self) -> Tensor | None:
-        """The own loss of ReLU gates."""
-        return self.own_loss
-
     def __repr__(self) -> str:
         """One line of means."""
         strata, shape = len(self.chosen), tuple(self.requested_capacity.shape)

@@ -240,7 +240,7 @@ class AnyNumberGate(LinearGate):
 
     def __init__(self, config, embed_dim: int, num_experts: int, own_experts: int):
         super().__init__(config, embed_dim, num_experts, own_experts)
-        self.capacity = Capacity.of_config(config)
+        self.capacity = Capacity(config)
         self.exit_bias = ExitBias(own_experts, num_experts, config.exit_bias)
         self.top_k = num_experts  # at most
 

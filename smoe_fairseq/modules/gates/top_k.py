@@ -39,7 +39,7 @@ class TopKGate(LinearGate):
 
     def __init__(self, config, embed_dim: int, num_experts: int, own_experts: int):
         super().__init__(config, embed_dim, num_experts, own_experts)
-        self.capacity = Capacity.of_config(config)
+        self.capacity = Capacity(config)
         self.top_k = config.top_k  # free ones included
         # A single weight of 1 would have no gradient.
         self.normalization = config.gate_normalization if self.top_k > 1 else "none"
