@@ -26,9 +26,9 @@ from smoe_fairseq.modules.products import can_group
 
 
 def grid(**values):
-    """All combinations of lists of options and of `PADDING`; beyond a pairwise sample for ``--full-grid``."""
+    """All combinations of lists of options; beyond a pairwise sample for ``--full-grid``."""
+    values = {"padding": "some"} | values
     values = {name: of if isinstance(of, list) else [of] for name, of in values.items()}
-    values |= {"padding": list(PADDING)}
     cases = [dict(zip(values, each, strict=True)) for each in itertools.product(*values.values())]
     chosen = set(pairwise(cases))
     return [case if i in chosen else rest(case) for i, case in enumerate(cases)]
@@ -38,19 +38,33 @@ STRATA = ["8", "4-4", "4-12", "2-2-2-2"]
 NORMALIZATIONS = ["after-drop", "before-drop", "none"]
 FACTORS = [0.0, 0.5, 1.0, 2.0]
 MODES = [True, False]
+PADDED = {"padding": list(PADDING)}
 LIMITED = {"capacity_factor": 1.0}
 FREE = {"top_k": 3, **LIMITED, "gate_normalization": NORMALIZATIONS}
-# Options of blocks, and whether they train; "top_k" and "strata" of several kinds are in one table each.
+# Options of blocks, the padding of their input, and whether they train.
 CASES = [
-    *grid(strata=STRATA, top_k=[1, 2], gate_normalization=NORMALIZATIONS, capacity_factor=FACTORS),
+    *grid(
+        strata=STRATA,
+        top_k=[1, 2],
+        gate_normalization=NORMALIZATIONS,
+        capacity_factor=FACTORS,
+        **PADDED,
+    ),
     *grid(strata="1-1-1", top_k=1, capacity_factor=FACTORS),
     *grid(strata=["8", "2-2-4", "3-3-3"], top_k=3, capacity_factor=[0.0, 1.0]),
     *grid(strata="8", top_k=8, gate_normalization=["after-drop", "before-drop"]),
-    *grid(strata=["4-0-4", "0-5-2", "2-0-0-3"], top_k=[1, 2], capacity_factor=[0.0, 1.0]),
-    *grid(strata=["4-4", "2-2-2-2"], stacked=True, **LIMITED),
-    *grid(strata="5", chain=[2, 3], top_k=[1, 2], gate_normalization=NORMALIZATIONS, **LIMITED),
+    *grid(strata=["4-0-4", "0-5-2", "2-0-0-3"], top_k=[1, 2], capacity_factor=[0.0, 1.0], **PADDED),
+    *grid(strata=["4-4", "2-2-2-2"], stacked=True, **LIMITED, **PADDED),
+    *grid(
+        strata="5",
+        chain=[2, 3],
+        top_k=[1, 2],
+        gate_normalization=NORMALIZATIONS,
+        **LIMITED,
+        **PADDED,
+    ),
     *grid(strata=["8", "2-2-2-2"], drop_order="score", top_k=[1, 2], capacity_factor=0.5),
-    *grid(strata=[*STRATA, "1-1-1"], norms="released", top_k=1, **LIMITED),
+    *grid(strata=[*STRATA, "1-1-1"], norms="released", top_k=1, **LIMITED, **PADDED),
     *grid(strata=["4-4", "2-2-2-2"], second_expert_policy="sampling", training=False),
     *grid(strata="4-4", capacity_factor=0.0, eval_capacity_factor=0.5, training=MODES),
     *grid(strata=["4-4", "2-3-4"], exit_bias=[-2.0, 0.7, 3.0], training=MODES),
@@ -63,19 +77,19 @@ CASES = [
     *grid(strata="4", residual=True, expert_ffn_dim=4, top_k=1),
     *grid(strata="8", cmr=True, activation_fn=["relu", "swiglu"], **LIMITED),
     # Free experts, which beside a gate's own ones have no capacity.
-    *grid(strata=["8", "4-4", "2-2-2-2"], null_experts=3, **FREE),
+    *grid(strata=["8", "4-4", "2-2-2-2"], null_experts=3, **FREE, **PADDED),
     *grid(strata="8", copy_experts=2, constant_experts=3, **FREE),
-    *grid(strata="4-4", copy_experts=1, constant_experts=2, null_experts=2, **FREE),
+    *grid(strata="4-4", copy_experts=1, constant_experts=2, null_experts=2, **FREE, **PADDED),
     *grid(strata="2-2-2", constant_experts=2, null_experts=1, **FREE),
     *grid(strata="4", copy_experts=3, **FREE),
     # Scores.
     *grid(strata="8", top_k=1, balance="bias", bias_step=0.05, capacity_factor=0.0),
-    *grid(strata=["4-4", "2-2-2-2"], balance="bias", bias_step=0.05, capacity_factor=0.0),
+    *grid(strata=["4-4", "2-2-2-2"], balance="bias", bias_step=0.05, capacity_factor=0.0, **PADDED),
     *grid(strata=["8", "4-4"], top_k=[2, 3], scores="sigmoid", capacity_factor=0.0),
     *grid(strata=["2-6", "8"], top_k=[1, 2], scores="sigmoid", balance="bias", bias_step=0.05),
-    *grid(strata=["8", "4-4"], gate_residual="layers", null_experts=[0, 2], **LIMITED),
-    *grid(strata="3-3-3", gate_residual="strata", constant_experts=[0, 1], **LIMITED),
-    *grid(strata="5", chain=3, gate_residual="strata", null_experts=[0, 2], **LIMITED),
+    *grid(strata=["8", "4-4"], gate_residual="layers", null_experts=[0, 2], **LIMITED, **PADDED),
+    *grid(strata="3-3-3", gate_residual="strata", constant_experts=[0, 1], **LIMITED, **PADDED),
+    *grid(strata="5", chain=3, gate_residual="strata", null_experts=[0, 2], **LIMITED, **PADDED),
     # Other gates.
     *grid(
         strata=["8", "4-4", "1-1-1"],
@@ -84,14 +98,28 @@ CASES = [
         capacity_factor=[0.0, 1.0],
     ),
     *grid(
-        strata=["8", "4-4"], gate=["relu", "threshold"], top_k=[2, 3], capacity_factor=[0.0, 1.0]
+        strata=["8", "4-4"],
+        gate=["relu", "threshold"],
+        top_k=[2, 3],
+        capacity_factor=[0.0, 1.0],
+        **PADDED,
     ),
     *grid(strata="1-1-1", gate=["relu", "threshold"], top_k=1),
-    *grid(strata=["1", "4"], gate="depths", capacity_factor=[0.125, 0.5, 1.5, 2.0], training=MODES),
-    *grid(strata="8", gate="hash", training=MODES),
-    *grid(strata="8", gate="hash-topk", top_k=[1, 2, 3], capacity_factor=0.7, training=MODES),
-    *grid(strata=["2", "4", "5"], gate="base", training=MODES),
-    *grid(strata="8", gate="expert-choice", capacity_factor=[0.7, 2.0, 8.0], training=MODES),
+    *grid(
+        strata=["1", "4"],
+        gate="depths",
+        capacity_factor=[0.125, 0.5, 1.5, 2.0],
+        training=MODES,
+        **PADDED,
+    ),
+    *grid(strata="8", gate="hash", training=MODES, **PADDED),
+    *grid(
+        strata="8", gate="hash-topk", top_k=[1, 2, 3], capacity_factor=0.7, training=MODES, **PADDED
+    ),
+    *grid(strata=["2", "4", "5"], gate="base", training=MODES, **PADDED),
+    *grid(
+        strata="8", gate="expert-choice", capacity_factor=[0.7, 2.0, 8.0], training=MODES, **PADDED
+    ),
     *grid(
         strata="8",
         gate="expert-choice",
