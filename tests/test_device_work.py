@@ -9,7 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
 from smoe_fairseq.criterions.metrics import on_host
-from smoe_fairseq.modules import StratifiedMoE, products, torch_features
+from smoe_fairseq.modules import StratifiedMoE, products
 from smoe_fairseq.modules.experts import cast_once, why_per_expert
 from smoe_fairseq.modules.per_expert import PerExpert
 
@@ -162,31 +162,6 @@ def test_one_sort_per_stratum_and_no_atomics(strata, capacity_factor, execution)
         assert not {"index_add_", "index_put_", "_index_put_impl_", "scatter_add_"} & large.keys()
         if execution == "grouped" or strata == "8":
             assert "index_add" not in large
-
-
-@pytest.mark.parametrize("strata", STRATA)
-def test_experts_without_rows_get_a_gradient_of_exactly_zero(strata, monkeypatch):
-    """Whatever a kernel leaves there."""
-    product = torch_features.grouped_mm
-
-    def leaves_garbage(x, w, offs):
-        result = product(x, w, offs=offs)
-        if w.dim() == 2:
-            result[offs.diff(prepend=offs.new_zeros(1)) == 0] = float("nan")
-        return result
-
-    if product:
-        monkeypatch.setattr(torch_features, "grouped_mm", leaves_garbage)
-    x = torch.randn(2, D)
-    gradients = {}
-    for execution in ("per-expert", "grouped"):
-        block = make_block(strata)
-        block.execution = execution
-        block(x)[0].sum().backward()
-        gradients[execution] = [p.grad for p in block.experts.parameters()]
-    for ours, plain in zip(*gradients.values(), strict=True):
-        torch.testing.assert_close(ours, plain)
-        assert torch.equal(ours == 0, plain == 0)
 
 
 TORCHS = [((major, 0), "bfloat16", 16, "grouped") for major in (9, 10)]
