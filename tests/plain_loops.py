@@ -105,6 +105,20 @@ def make_input(padding="none", shape=(T,)):
     return x.view(*shape, D).requires_grad_(), mask.view(shape)
 
 
+@contextmanager
+def watched(gates):
+    """In this context passes append what each gate got and decided: (inputs, routing)."""
+    seen = []
+
+    def hook(gate, inputs, routing):
+        seen.append((inputs, routing))
+
+    handles = [gate.register_forward_hook(hook) for gate in gates]
+    yield seen
+    for handle in handles:
+        handle.remove()
+
+
 def objective(y, loss):
     """A scalar that every output takes part in, each time with the same weights."""
     torch.manual_seed(3)

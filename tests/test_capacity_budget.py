@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from plain_loops import PADDING, D, make_block, make_input
+from plain_loops import PADDING, D, make_block, make_input, watched
 from reference_gates import softmax
 from test_criterion import make_criterion, make_sample
 from test_model import tiny
@@ -18,18 +18,13 @@ def budgeted(strata, execution="per-expert", **options):
 
 def gate_inputs(block, x, mask):
     """Of each gate the tokens that stop there: their inputs, and first choices numbered in the block."""
-    seen = []
-
-    def hook(gate, inputs, routing):
-        first = block.strata.first_experts[len(seen)]
+    with watched(block.gates) as seen:
+        _, stats = block(x, mask)
+    found = []
+    for first, ((x_TD, *_), routing) in zip(block.strata.first_experts, seen, strict=True):
         active = routing.active_T
-        seen.append((inputs[0][active], (routing.first_choice_T[active] + first).tolist()))
-
-    handles = [gate.register_forward_hook(hook) for gate in block.gates]
-    _, stats = block(x, mask)
-    for handle in handles:
-        handle.remove()
-    return stats, seen
+        found.append((x_TD[active], (routing.first_choice_T[active] + first).tolist()))
+    return stats, found
 
 
 def learnt(value, x, params):

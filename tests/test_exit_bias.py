@@ -5,7 +5,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from plain_loops import make_block, make_input
+from plain_loops import make_block, make_input, watched
 from test_model import make_batch, tiny
 
 from smoe_fairseq.modules.gates.linear import ExitBias
@@ -29,17 +29,10 @@ def biased(bias, strata="2-2-2-2", execution="per-expert", **options):
 
 
 def routings(block, x, mask):
-    """Of each gate, what it got and decided, for the tokens that stop there."""
-    seen = []
-
-    def hook(gate, inputs, routing):
-        seen.append([inputs[0][routing.active_T], routing.probs_TE[routing.active_T]])
-
-    handles = [gate.register_forward_hook(hook) for gate in block.gates]
-    y, stats = block(x, mask)
-    for handle in handles:
-        handle.remove()
-    return y, stats, seen
+    """Of each gate, its inputs and probabilities for the tokens that stop there."""
+    with watched(block.gates) as seen:
+        y, stats = block(x, mask)
+    return y, stats, [(x_TD[r.active_T], r.probs_TE[r.active_T]) for (x_TD, *_), r in seen]
 
 
 @pytest.mark.parametrize("gate", ["topk", "top-p"])

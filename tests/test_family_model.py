@@ -6,6 +6,7 @@ import pytest
 import torch
 from commands import smoe
 from family import FAMILY
+from plain_loops import watched
 from sampling import soak, some
 from test_criterion import ALPHA, logged, make_criterion, make_sample
 from test_model import PAD, make_batch, tiny
@@ -29,21 +30,13 @@ def member_model(member, *flags):
 
 
 def gate_answers(model, *batch):
-    """The experts of every token, by layer and stratum, and the output."""
-    seen = {}
-
-    def hook(key):
-        return lambda gate, inputs, routing: seen.update({key: routing.expert_TK})
-
-    handles = [
-        gate.register_forward_hook(hook((name, i)))
-        for name, block in moe_blocks(model).items()
-        for i, gate in enumerate(block.gates)
-    ]
-    out, _ = model(*batch)
-    for handle in handles:
-        handle.remove()
-    return out, seen
+    """The output, and the experts of every token, by layer and stratum."""
+    gates = {
+        (name, i): gate for name, b in moe_blocks(model).items() for i, gate in enumerate(b.gates)
+    }
+    with watched(gates.values()) as seen:
+        out, _ = model(*batch)
+    return out, {key: r.expert_TK for key, (_, r) in zip(gates, seen, strict=True)}
 
 
 @MEMBERS

@@ -17,7 +17,6 @@ import io
 import json
 import os
 import re
-import runpy
 import sys
 import tarfile
 import tempfile
@@ -30,7 +29,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from commands import run
+from commands import PLUGIN, run, step_here
 from fairseq import options
 from fairseq.criterions import CRITERION_REGISTRY
 from fairseq.data import Dictionary
@@ -461,17 +460,11 @@ def dry_runs() -> dict[str, dict[str, str]]:
     return found
 
 
-def recipe(*words: str) -> str:
-    """What ``python -P -m smoe_fairseq.recipes``, which ``scripts/`` call, prints."""
-    output = io.StringIO()
-    with (
-        mock.patch.object(sys, "argv", ["recipes", *words]),
-        contextlib.redirect_stdout(output),
-        pytest.raises(SystemExit) as end,
-    ):
-        runpy.run_module("smoe_fairseq.recipes", run_name="__main__")
-    assert not end.value.code, f"{words}: {end.value.code}"
-    return output.getvalue()
+def recipe(*words: str, cwd=".", **environment: str) -> str:
+    """What ``scripts/`` print."""
+    done = step_here(*words, cwd=cwd, **environment)
+    assert not done.returncode, f"{words}: {done.stderr}"
+    return done.stdout
 
 
 def dry_run(words: str, given: dict[str, str]) -> list[str]:
@@ -480,16 +473,12 @@ def dry_run(words: str, given: dict[str, str]) -> list[str]:
     A long word is written out once, and of hundreds of commands the first and the last are kept.
     """
     ours = {"DRY_RUN": "1", "FORECAST": "0", "WORKERS": "2", "GPUS": "0"}
-    configs = {"CONFIG_DIR": str(ROOT / "configs")}
-    variables = "RAW DATA_DIR RUN_DIR RESULTS_DIR SEED SEEDS BATCH NODES LAUNCHER JOBS PRECISION"
-    kept = {name: value for name, value in os.environ.items() if name not in variables.split()}
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        contextlib.chdir(folder),
-        mock.patch.dict(os.environ, kept | ours | configs | given, clear=True),
-    ):
-        lines = recipe(*words.split()).splitlines()
-        assert os.listdir() == [], words
+    ours |= {"CONFIG_DIR": str(ROOT / "configs"), **given}
+    with tempfile.TemporaryDirectory() as folder, mock.patch.dict(os.environ):
+        for name in "RESULTS_DIR SEED SEEDS BATCH NODES LAUNCHER JOBS PRECISION".split():
+            os.environ.pop(name, None)
+        lines = recipe(*words.split(), cwd=folder, **ours).splitlines()
+        assert os.listdir(folder) == [], words
     text = "\n".join(line for line in lines if not line.startswith("#")).replace(str(ROOT), "ROOT")
     seen: set[str] = set()
 
@@ -554,9 +543,8 @@ def train(folder: Path, *flags: str) -> str:
 
 def log_of(name: str, folder: Path) -> dict[str, dict[str, float]]:
     """What two updates and a validation log, by tag."""
-    log = train(
-        folder, "--max-update", "2", "--log-interval", "2", "--no-save", *LOGS[name].split()
-    )
+    flags = "--max-update", "2", "--log-interval", "2", "--no-save", "--user-dir", PLUGIN
+    log = train(folder, *flags, *LOGS[name].split())
     tags = ("train_inner", "train", "valid")
     found = {tag: re.findall(rf"\| {tag} \| (\{{.*\}})", log) for tag in tags}
     assert all(found.values()), log

@@ -10,6 +10,7 @@ import functools
 import logging
 from collections.abc import Callable
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -233,13 +234,23 @@ def _start(run: SimpleNamespace, tensors: tuple, **named) -> tuple[Launcher, Tor
     return launch, TorchProducts(run.product)
 
 
+def _of_stratum(run: SimpleNamespace, i: int, x_TD: Tensor, parameters: tuple) -> dict[str, Any]:
+    """Arguments of the kernels of stratum ``i``; parameters as of `_Block.forward`."""
+    norm_weight, norm_bias = parameters[2 * i : 2 * i + 2]
+    gate_weight = parameters[2 * len(run.strata) + i]
+    first, experts, _ = run.strata[i]
+    return dict(
+        x=x_TD, norm_weight=norm_weight, norm_bias=norm_bias, gate_weight=gate_weight, stratum=i,
+        first=first, E=experts, FIRST=i == 0,
+    )  # fmt: skip
+
+
 class _Block(torch.autograd.Function):
     @staticmethod
     def forward(ctx, run, x_TD: Tensor, *parameters: Tensor):
         ctx.set_materialize_grads(False)
         k, (tokens, width), columns = kernels(), x_TD.shape, run.named["COLUMNS"]
         strata, top_k, blocks = len(run.strata), run.named["K"], run.named["blocks"]
-        norms, gates = parameters[: 2 * strata], parameters[2 * strata : 3 * strata]
         (w1, b1, w2, b2), copies = parameters[3 * strata :], tokens * top_k
         stack, y_TD = x_TD.new_empty(strata - 1, tokens, width), torch.empty_like(x_TD)
         positions, choices, rows, totals, counts, *ends = _allocate(
@@ -262,10 +273,7 @@ class _Block(torch.autograd.Function):
         )  # fmt: skip
         saved, trips = [], []
         for i, (first, experts, own) in enumerate(run.strata):
-            launch.named |= {
-                "x": stack if i else x_TD, "norm_weight": norms[2 * i], "norm_bias": norms[2 * i + 1],
-                "gate_weight": gates[i], "stratum": i, "first": first, "E": experts, "FIRST": i == 0,
-            }  # fmt: skip
+            launch.named |= _of_stratum(run, i, stack if i else x_TD, parameters)
             launch(k.route, blocks)
             launch(k.scan, experts + 1)
             copies_ND = w1.new_empty(copies, width)
@@ -299,43 +307,38 @@ class _Block(torch.autograd.Function):
         x_TD, stack, *saved = ctx.saved_tensors
         parameters, saved = saved[: 3 * strata + 4], saved[3 * strata + 4 :]
         positions, choices, rows, weights, moments, logits, totals, *saved = saved
-        norms, gates = parameters[: 2 * strata], parameters[2 * strata : 3 * strata]
-        w1, b1, w2, b2 = parameters[3 * strata :]
+        w1, _, w2, b2 = parameters[3 * strata :]
         (tokens, width), (held, inner, _) = x_TD.shape, w1.shape
         grad_y = torch.zeros_like(x_TD) if grad_y is None else grad_y.contiguous()
         grad_x = torch.empty_like(x_TD)
-        few, wide, block_c = TILES["FEW_T"], run.named["WIDE_D"], run.named["SUMS_C"]
-        programs = min(-(-tokens // few), NORMS)
+        few, block_c = TILES["FEW_T"], run.named["SUMS_C"]
+        programs, warps = min(-(-tokens // few), NORMS), run.named["WIDE_D"] * few // PER_WARP
         splits = min(PARTS, -(-tokens // 256))
         across, across_f = -(-width // block_c), -(-inner // block_c)
         shares = [held * inner, held * width, *(each * width for _, each, _ in run.strata)]
-        size = sum(shares)
         norm_parts, parts, grad_logits = _allocate(
-            torch.float32, x_TD.device, programs * strata * 2 * width, splits * size, tokens * columns
+            torch.float32, x_TD.device, programs * strata * 2 * width, splits * sum(shares), tokens * columns
         )  # fmt: skip
         launch, products = _start(
             run, (x_TD, grad_y, *parameters), positions=positions, choices=choices, rows=rows,
             weights=weights, moments=moments, logits=logits, totals=totals, grad_y=grad_y, grad_x=grad_x,
             grad_balance=grad_y if grad_balance is None else grad_balance, BALANCE=grad_balance is not None,
             grad_z=grad_y if grad_z is None else grad_z, Z=grad_z is not None, bias=b2,
-            grad_logits=grad_logits, norm_parts=norm_parts, parts=parts, splits=splits, SIZE=size,
+            grad_logits=grad_logits, norm_parts=norm_parts, parts=parts, splits=splits, SIZE=sum(shares),
             WEIGHTS=width * inner,
         )  # fmt: skip
         later = None
         for i in reversed(range(strata)):
-            first, experts, _ = run.strata[i]
             x_ND, hidden_NF, out_ND = saved[3 * i : 3 * i + 3]
             trip, ends = ctx.trips[i], ctx.trips[i].ends
-            launch.named |= {
-                "x": stack if i else x_TD, "norm_weight": norms[2 * i], "norm_bias": norms[2 * i + 1],
-                "gate_weight": gates[i], "stratum": i, "first": first, "E": experts, "FIRST": i == 0,
-                "ends": ends, "held": len(ends) // run.ranks, "ranks": run.ranks, "own": trip.own,
-            }  # fmt: skip
+            launch.named |= _of_stratum(run, i, stack if i else x_TD, parameters)
+            held = len(ends) // run.ranks
+            launch.named |= {"ends": ends, "held": held, "ranks": run.ranks, "own": trip.own}
             grad_out_ND = torch.empty_like(out_ND)
             launch(k.spread, blocks, outputs=out_ND, grad_outputs=grad_out_ND)
             grad_out_ND = trip.make(grad_out_ND)
             grad_hidden_NF = products.multiply(grad_out_ND, w2, ends, trip.first, back=True)
-            units = across + launch.named["held"] * (across + across_f)
+            units = across + held * (across + across_f)
             launch(
                 k.sums, splits * units, grad_hidden=grad_hidden_NF, hidden=hidden_NF, first=trip.first,
                 grad_outputs=grad_out_ND, gate=sum(each for _, each, _ in run.strata[:i]),
@@ -347,22 +350,40 @@ class _Block(torch.autograd.Function):
             del grad_hidden_NF
             later_w1, later_w2 = later or (grad_w1, grad_w2)
             launch(
-                k.settle, launch.named["held"], -(-width * inner // TILES["SETTLED"]),
+                k.settle, held, -(-width * inner // TILES["SETTLED"]),
                 grad_w1=grad_w1, grad_w2=grad_w2, later_w1=later_w1, later_w2=later_w2,
             )  # fmt: skip
             later = grad_w1, grad_w2
-            warps = min(max(1, wide * few // PER_WARP), 32)
             grad_copies_ND = trip.make(grad_copies_ND, back=True)
-            launch(k.collect, programs, num_warps=warps, grad_copies=grad_copies_ND)
+            launch(
+                k.collect, programs, num_warps=min(max(1, warps), 32), grad_copies=grad_copies_ND
+            )
             del grad_copies_ND
-        flat = parts.view(splits, size).sum(0)
-        grad_b1, grad_b2, *grad_gates = flat.to(gates[0].dtype).split_with_sizes(shares)
-        if b1.dtype != grad_b1.dtype:
-            grad_b1, grad_b2 = flat[: sum(shares[:2])].to(b1.dtype).split(shares[:2])
-        grad_norms = norm_parts.view(programs, -1).sum(0).to(norms[0].dtype)
-        grad_gates = [grad.view_as(gate) for grad, gate in zip(grad_gates, gates, strict=True)]
-        grad_w1, grad_w2 = later
         return (
-            None, grad_x, *grad_norms.view(-1, width).unbind(), *grad_gates,
-            grad_w1, grad_b1.view_as(b1), grad_w2, grad_b2.view_as(b2),
-        )  # fmt: skip
+            None,
+            grad_x,
+            *_joined(parts.view(splits, -1), norm_parts, shares, parameters, *later),
+        )
+
+
+def _joined(
+    parts: Tensor, norm_parts: Tensor, shares: list[int], parameters: tuple, w1: Tensor, w2: Tensor
+) -> tuple[Tensor, ...]:
+    """The gradients of all parameters of `_Block.forward`, of which w1 and w2 are given.
+
+    Args:
+        parts: of the gradients of b1, b2 and each gate's weights; their sizes are ``shares``.
+        norm_parts: of those of each norm's weight and bias.
+    """
+    *norms_and_gates, _, b1, _, b2 = parameters
+    strata = len(norms_and_gates) // 3
+    norms, gates = norms_and_gates[: 2 * strata], norms_and_gates[2 * strata :]
+    flat = parts.sum(0)
+    grad_b1, grad_b2, *grad_gates = flat.to(gates[0].dtype).split_with_sizes(shares)
+    if b1.dtype != grad_b1.dtype:
+        grad_b1, grad_b2 = flat[: sum(shares[:2])].to(b1.dtype).split(shares[:2])
+    width = norms[0].shape[0]
+    grad_norms = norm_parts.view(-1, 2 * strata * width).sum(0).to(norms[0].dtype)
+    grad_gates = [grad.view_as(gate) for grad, gate in zip(grad_gates, gates, strict=True)]
+    biases = grad_b1.view_as(b1), grad_b2.view_as(b2)
+    return *grad_norms.view(-1, width).unbind(), *grad_gates, w1, biases[0], w2, biases[1]

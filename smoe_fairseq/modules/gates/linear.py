@@ -31,9 +31,8 @@ class Gate(nn.Module):
     summary: str = ""  # how experts are chosen, for the help of the option ``gate``
     # Options and inputs.
     options: frozenset[str] = frozenset()  # those that it reads and not every gate reads
-    numbers: Mapping[
-        str, float
-    ] = {}  # its own, with their defaults, which ``gate_options`` changes
+    # Its own, with their defaults, which ``gate_options`` changes.
+    numbers: Mapping[str, float] = {}
     default_capacity: float = 2.0  # default of ``capacity_factor``
     needs_capacity: bool = False  # whether experts choose ``capacity_factor * T / E`` tokens
     skips_tokens: bool = False  # whether experts must not take all tokens
