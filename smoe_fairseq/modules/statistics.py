@@ -43,6 +43,19 @@ class RoutingStats(NamedTuple):
     stops: Tensor | None = None  # scalar, `expected_stops`, if there is a capacity budget
     gate_logits: Tensor | None = None  # x.shape[:-1] + (E + M,): those of the first gate
 
+    def __repr__(self) -> str:
+        """One line of means."""
+        strata, shape = len(self.chosen), tuple(self.requested_capacity.shape)
+        if self.chosen.is_meta:
+            return f"RoutingStats(strata={strata}, shape={shape})"
+        tokens = int((self.requested_capacity > 0).sum())
+        requested = self.requested_capacity.sum().item() / max(tokens, 1)
+        dropped = 100 * self.dropped.sum().item() / max(self.chosen.sum().item(), 1)
+        return (
+            f"RoutingStats(strata={strata}, tokens={tokens}, requested_capacity={requested:.2f}, "
+            f"dropped={dropped:.1f}%, balance_loss={self.balance_loss.item():.3f})"
+        )
+
 
 class Counts:
     """Counts and means over a gate's active tokens, from which its losses are computed."""
