@@ -12,7 +12,6 @@ from commands import load, refused, run
 from sampling import soak
 
 PLUGIN = Path(__file__).parents[1] / "smoe_fairseq"
-SENTENCES = 50  # of the small corpus
 
 
 def train(data, save_dir, *flags, check=True, **how):

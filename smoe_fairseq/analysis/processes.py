@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 
 from tabulate import tabulate
 
+from smoe_fairseq.analysis.cost import copies_per_stop
 from smoe_fairseq.models.memory import (
     Forecast,
     Run,
@@ -62,8 +63,7 @@ def process_cost(run: Run) -> ProcessCost:
             place = Placement(block.strata.num_experts, run.processes)
             reduced += layer_experts * _ring(place.num_replicas)
             away = (place.group_size - 1) / place.group_size  # share of the copies that are sent
-            pairs = zip(block.strata.expected_visits(), block.gates, strict=True)
-            copies = sum(v * g.experts_per_token(block.config, g.num_experts) for v, g in pairs)
+            copies = copies_per_stop(block) * block.strata.expected_requested_capacity()
             width = block.experts.w1.shape[2]
             sent_per_token += away * 4 * copies * width  # copies and outputs, and their gradients
     parameters = 0.0

@@ -1,9 +1,7 @@
 """``smoe serve``: the web server."""
 
-import errno
 import ipaddress
 import logging
-import os
 import re
 import signal
 import socket
@@ -41,15 +39,10 @@ def listen(host: str, port: int) -> socket.socket:
         family, _, _, _, address = infos[0]
         both = family == socket.AF_INET6  # "::" includes IPv4
         return socket.create_server(address, family=family, backlog=BACKLOG, dualstack_ipv6=both)
-    except (socket.gaierror, UnicodeError) as error:
+    except (OSError, UnicodeError) as error:
         reason = getattr(error, "strerror", None) or "not a host name"
-        raise UsageError(
-            f"--host {host}: {reason}; expected an address such as 127.0.0.1"
-        ) from None
-    except OSError as error:
-        if error.errno == errno.EADDRINUSE:
-            raise UsageError(f"--port {port} is in use: choose another") from None
-        raise UsageError(f"--host {host} --port {port}: {os.strerror(error.errno)}") from None
+        expected = "expected an address of this machine, such as 127.0.0.1, and a free port"
+        raise UsageError(f"--host {host} --port {port}: {reason}; {expected}") from None
 
 
 def is_loopback(host: str) -> bool:
