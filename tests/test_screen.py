@@ -84,6 +84,23 @@ def test_the_metric_of_validation_has_its_name_and_the_end_its_reason(
     assert last.endswith("for last 2 runs")
 
 
+def test_a_terminal_has_one_line_that_is_written_over(clock, capsys, monkeypatch):
+    monkeypatch.setattr(screen.sys.stdout, "isatty", lambda: True)
+    monkeypatch.setattr(screen.atexit, "register", lambda *_: None)
+    shown = screen.Screen(seconds=1, max_update=9)
+    for update in (1, 2):
+        shown.update(update, 3.0, words=1)
+        clock[0] += 1
+    shown.saved(2, None, None)
+    *overwritten, last = capsys.readouterr().out.split(screen.CLEAR)
+    assert [line.split(" |")[0] for line in overwritten] == [
+        "",
+        "  update 1 of 9",
+        "  update 2 of 9",
+    ]
+    assert last == "  update 2 of 9 | saved\n"
+
+
 @pytest.mark.parametrize(
     ("seconds", "said"),
     [(0.4, "0 s"), (59, "59 s"), (61, "1 min 01 s"), (3599.9, "1 h 00 min"), (18420, "5 h 07 min")],
@@ -125,3 +142,17 @@ def test_the_last_line_says_how_to_go_on(tmp_path, ending, said, saved, begun):
         goes_on = f"once the cause is fixed, {goes_on}"
     starts = "without runs/tiny/smoe-2-2/checkpoint_last.pt the same command starts again"
     assert result.stderr.splitlines()[-1] == said + (goes_on if saved else starts)
+
+
+def test_a_log_that_cannot_be_written_is_told_once(monkeypatch, capfd):
+    monkeypatch.setattr(logging.FileHandler, "handleError", logging.Handler.handleError)
+    cfg = convert_namespace_to_omegaconf(
+        options.parse_args_and_arch(
+            options.get_training_parser(), ["data", "--arch", "transformer"]
+        )
+    )
+    screen.begin(cfg)
+    handler = logging.FileHandler("/dev/full")
+    for number in range(3):
+        handler.emit(logging.makeLogRecord({"msg": f"line {number}", "args": ()}))
+    assert capfd.readouterr().err.count("/dev/full") == 1

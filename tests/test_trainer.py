@@ -8,6 +8,7 @@ import pytest
 import torch
 from commands import PLUGIN, SCRIPTS, TINY, WITH_PLUGIN, run, run_python
 from programs import wait_until
+from ranks import train_with
 from sampling import soak
 from test_lock import SMALL
 from test_signals import ended
@@ -259,3 +260,29 @@ def test_a_thread_that_loads_data_does_not_abort_a_finished_run(small_corpus, tm
     words = [small_corpus, "--save-dir", tmp_path, *SMALL, "--max-update", 1, "--no-save"]
     ahead = ("--num-workers", 0, "--data-buffer-size", 100)
     run("python", "-c", LOADING_AHEAD, *words, *ahead, fresh=True)
+
+
+def moving(folder: str, arguments: list[str]) -> None:
+    """``fairseq-train`` whose folder somebody moves in the third update."""
+
+    def move(updates: int) -> None:
+        if updates == 2 and os.environ.get("RANK", "0") == "0":
+            os.rename(folder, f"{folder}.moved")
+
+    train_with(move, arguments)
+
+
+@pytest.mark.parametrize("number", [1, soak(2)])
+def test_a_folder_that_is_moved_is_named_and_nothing_lost(ranks, small_corpus, tmp_path, number):
+    folder = tmp_path / "run"
+    arguments = [small_corpus, "--save-dir", folder, *MOE, "--save-interval-updates", 1, *GLOO]
+    arguments = [*map(str, arguments), "--max-update", "4"]
+    run = ranks.start(*(tmp_path, number, str(folder), arguments), function=moving, one=number == 1)
+    statuses = run.wait()
+    assert 0 not in statuses, run.output()
+    assert f"{folder} was moved" in run.output(0).splitlines()[-1]
+    saved = [
+        torch.load(path / "checkpoint_last.pt", weights_only=True)["optimizer_history"][-1]
+        for path in (tmp_path / "run.moved", folder)
+    ]
+    assert [each["num_updates"] for each in saved] == [2, 3]

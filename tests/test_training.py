@@ -157,6 +157,7 @@ def test_hydra_trains_the_size_of_the_architecture(small_corpus, tmp_path):
         # fairseq would train nothing, with success
         (["--write-checkpoints-asynchronously"], "iopath"),
         (["--max-tokens-valid", 2], "--max-tokens-valid 2"),
+        (["--use-plasma-view"], "use_plasma_view"),  # which no pyarrow has now
     ],
 )
 def test_flags_that_cannot_work_are_named(small_corpus, tmp_path, flags, named):
@@ -180,6 +181,11 @@ def test_flags_that_cannot_work_are_named(small_corpus, tmp_path, flags, named):
 def test_flags_whose_state_a_checkpoint_lacks_are_named(small_corpus, finished, flags, before):
     words = ("--max-update", 4, *flags.split())
     refused(train(small_corpus, finished, *words, check=False), "checkpoint_last.pt", before)
+
+
+def test_a_model_may_be_trained_on_its_validation_data(three_languages, tmp_path):
+    handmade.train(three_languages, tmp_path, *handmade.MULTILINGUAL, "--train-subset", "valid")
+    assert (tmp_path / "checkpoint_best.pt").exists()
 
 
 def test_language_ids_are_refused(three_languages, tmp_path):

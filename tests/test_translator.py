@@ -1,9 +1,11 @@
 """`SMoETransformerModel.from_pretrained(RUN).translate([...])` and what needs no flag with a checkpoint."""
 
+import copy
 import importlib.util
 import math
 import multiprocessing
 import os
+import pickle
 import re
 import shutil
 import sys
@@ -20,6 +22,7 @@ from test_training import train as train_smoe
 
 from smoe_fairseq.errors import UsageError
 from smoe_fairseq.models import SMoETransformerModel
+from smoe_fairseq.translate.load import TrainedModel
 from smoe_fairseq.translate.readout import Hypothesis, Translation, joined
 from smoe_fairseq.translate.sentences import divide, split_sentences
 from smoe_fairseq.translate.text import BatchTranslator, in_threads
@@ -243,6 +246,12 @@ def test_what_a_program_gives_is_looked_at(model):
         SMoETransformerModel.from_pretrained([])
 
 
+@pytest.mark.parametrize("copied", [copy.deepcopy, pickle.dumps])
+def test_copies_of_a_loaded_model_are_refused(model, copied):
+    with pytest.raises(UsageError, match="from_pretrained"):
+        copied(model)
+
+
 def test_a_sentence_that_is_too_long_is_divided_or_named(model):
     assert model.translate(["1 2 3. " * 600], source_lang="fr", beam=1, max_len_b=2)
     with pytest.raises(UsageError, match="1024"):
@@ -423,6 +432,7 @@ def test_runs_that_cannot_be_used(prepared, two_updates, tmp_path, monkeypatch):
         ("alone", {"data_name_or_path": "empty"}, "empty has no dictionaries"),
         ("taskless", {}, "checkpoint_best.pt: cfg.task is missing"),
         (str(two_updates), {"beams": 3}, "beams: unknown setting"),
+        (str(prepared / "runs/tiny/smoe-2-2"), {"bpe": "subword_nmt"}, "bpe"),
     ):
         with pytest.raises(UsageError) as ended:
             SMoETransformerModel.from_pretrained(run_, **words)
@@ -513,6 +523,13 @@ def test_our_commands_name_what_is_of_another_plugin(prepared, tmp_path, kind, f
     refused(run("smoe", "translate", path, *data, stdin="a\n", check=False), path, f"{flag} mine")
 
 
+def test_unknown_words_are_replaced_without_a_file_too():
+    """fairseq takes the value of a bare ``--replace-unk`` for one."""
+    from fairseq.utils import load_align_dict
+
+    assert load_align_dict("@@ ") == {}
+
+
 @pytest.mark.soak
 def test_a_link_to_the_package_is_the_package(tmp_path):
     (tmp_path / "link").symlink_to(PLUGIN)
@@ -537,3 +554,33 @@ def test_training_on_from_another_model_has_fairseqs_sentence(post_norm, corpus,
     assert result.returncode == 1
     words = f"error: Cannot load model parameters from checkpoint {post_norm}; please ensure that"
     assert words in result.stdout
+
+
+@pytest.mark.soak
+def test_convolutions_of_fairseq_take_any_beam(corpus, tmp_path):
+    """fairseq fixes the beam as it loads the model; here each call chooses it."""
+    layers = ("--encoder-layers", "[(16, 3)]", "--decoder-layers", "[(16, 3)]")
+    sizes = [f"--{name}-embed-dim" for name in ("encoder", "decoder", "decoder-out")]
+    sizes = [word for size in sizes for word in (size, 16)]
+    words = (
+        "--save-dir",
+        tmp_path,
+        "--max-tokens",
+        400,
+        "--max-epoch",
+        3,
+        "--cpu",
+        *sizes,
+        *layers,
+    )
+    words += ("--arch", "fconv", "--optimizer", "nag", "--lr", 0.1, "--clip-norm", 0.1)
+    run("fairseq-train", corpus, *words)
+    path = tmp_path / "checkpoint_best.pt"
+    model = TrainedModel.of_run(path, data=str(corpus))
+    model.task.load_dataset("test")
+    sources = [*model.task.dataset("test").src]
+    for beam in (1, 3):
+        said = run("fairseq-generate", *generation(corpus, path), "--beam", beam).stdout
+        found = model.generate(sources, beam=beam, max_len_b=12)
+        words = [model.tgt_dict.string(best["tokens"]) for best, *_ in found]
+        assert words == [hypotheses(said)[number][1] for number in range(len(sources))]

@@ -7,7 +7,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
 from dataclasses import dataclass, field
 
 import torch
@@ -115,10 +114,16 @@ def read(body: bytes, max_texts: int = MAX_TEXTS) -> tuple[Texts, Search]:
 
 
 def _object(body: bytes) -> dict:
-    with suppress(ValueError, RecursionError):  # a UnicodeDecodeError is a ValueError
-        if isinstance(content := json.loads(body.decode("utf-8")), dict):
-            return content
-    raise MalformedRequest(f"the body is not a JSON object in UTF-8: expected {EXAMPLE}")
+    try:
+        content = json.loads(body.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        raise MalformedRequest(f"the body is not UTF-8 at byte {error.start}") from None
+    except (ValueError, RecursionError) as error:
+        reason = error if isinstance(error, json.JSONDecodeError) else "it cannot be read"
+        raise MalformedRequest(f"the body is not JSON ({reason}): expected {EXAMPLE}") from None
+    if not isinstance(content, dict):
+        raise MalformedRequest(f"the body is not a JSON object: expected {EXAMPLE}")
+    return content
 
 
 # A queue of texts before the model: texts of one direction that arrive together are translated as one batch.

@@ -54,6 +54,15 @@ def refuse_together(message: str | None) -> None:
 # A run locks the folder that it saves in.
 
 
+def folder_identity(folder: Path | str) -> tuple[int, int] | None:
+    """Distinguishes a folder from a later one of the same name; None if it is missing."""
+    try:
+        state = os.stat(folder)
+    except OSError:
+        return None
+    return state.st_dev, state.st_ino
+
+
 def hold_folder(checkpoint) -> None:
     """Raise UsageError, on all ranks, if another run saves in ``--save-dir``.
 
@@ -85,10 +94,10 @@ def check_before_training(call_main, cfg, *others, **options):
     if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun ends its ranks, unless it is killed itself
         end_with_parent()
     screen.begin(cfg)
-    if cfg.checkpoint.write_checkpoints_asynchronously and find_spec("iopath") is None:
-        raise UsageError("--write-checkpoints-asynchronously needs: pip install iopath")
+    _check_packages(cfg)
     if cfg.common.cpu and cfg.distributed_training.distributed_backend == "nccl":
         cfg.distributed_training.distributed_backend = "gloo"  # fairseq's default is for GPUs only
+    _expect_dropped_layers(cfg)
     if _has_experts(cfg.model):
         if cfg.distributed_training.ddp_backend == "fully_sharded":
             raise UsageError(
@@ -97,6 +106,30 @@ def check_before_training(call_main, cfg, *others, **options):
             )
         _check_criterion(cfg)
     return call_main(cfg, *others, **options)
+
+
+_PACKAGES = {  # options of fairseq that need one
+    "write_checkpoints_asynchronously": "iopath",
+    "tpu": "torch_xla",
+}
+
+
+def _check_packages(cfg) -> None:
+    for option, package in _PACKAGES.items():
+        if (cfg.common.get(option) or cfg.checkpoint.get(option)) and find_spec(package) is None:
+            raise UsageError(f"{flag_of(option)} needs: pip install {package}")
+
+
+def _expect_dropped_layers(cfg) -> None:
+    """Keep torch's wrapper from waiting for gradients of layers that LayerDrop skips."""
+    distributed = cfg.distributed_training
+    if distributed.ddp_backend not in ("pytorch_ddp", "c10d") or distributed.find_unused_parameters:
+        return
+    for side in ("encoder", "decoder"):
+        if getattr(cfg.model, f"{side}_layerdrop", 0):
+            distributed.find_unused_parameters = True
+            logger.info(f"--{side}-layerdrop: --find-unused-parameters is on")
+            return
 
 
 def _check_criterion(cfg) -> None:

@@ -70,10 +70,32 @@ def resume_on_any_ranks(original, epochs, state):
         ) from None
 
 
+@replaces(
+    "fairseq.tasks.translation_multi_simple_epoch:TranslationMultiSimpleEpochTask.load_dataset"
+)
+def load_once(original, task, split, *arguments, **options):
+    """Keeps what is loaded, for ``--train-subset valid``: fairseq fails unless the data has shards."""
+    if split not in task.datasets or task.has_sharded_data(split):
+        original(task, split, *arguments, **options)
+
+
+@replaces("fairseq.data.plasma_utils:PlasmaStore.__del__")
+def stop_what_was_started(original, store):
+    """Without plasma, which pyarrow no longer has, the message of ``--use-plasma-view`` says so."""
+    with suppress(AttributeError):
+        original(store)
+
+
 # Options of ``fairseq-generate`` and ``fairseq-interactive``.
 
 _SEARCHES = ("sampling", "diverse_beam_groups", "match_source_len", "diversity_rate", "constraints")
 _ITERATIVE = ("print_step", "retain_iter_history")
+
+
+@replaces("fairseq.utils:load_align_dict")
+def take_bare_flag(original, replace_unk):
+    """For ``--replace-unk`` without a file, fairseq has the value "@@ ", which it takes for one."""
+    return original("" if replace_unk == "@@ " else replace_unk)
 
 
 @replaces("fairseq_cli.generate:_main")

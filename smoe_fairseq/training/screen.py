@@ -4,8 +4,10 @@ All other output of fairseq is written to ``--log-file``. Recipes set ``SMOE_SCR
 two lines; without it, ``fairseq-train`` prints fairseq's messages.
 """
 
+import atexit
 import logging
 import os
+import sys
 import time
 from collections.abc import Mapping
 from contextlib import suppress
@@ -14,6 +16,7 @@ from smoe_fairseq.compat.replacing import replaces
 from smoe_fairseq.progress import duration
 
 VARIABLE = "SMOE_SCREEN"
+CLEAR = "\r\033[K"  # clears a terminal's line
 FORMAT = "%(asctime)s | %(levelname)s | %(name)s | %(message)s"  # fairseq's
 _screen = None
 
@@ -25,6 +28,7 @@ def begin(cfg) -> None:
         cfg: fairseq's ``FairseqConfig``.
     """
     global _screen
+    logging.FileHandler.handleError = _tell_once
     seconds, log = os.environ.get(VARIABLE), cfg.common.log_file
     if not seconds or not log or _screen is not None:
         return
@@ -43,6 +47,14 @@ def begin(cfg) -> None:
     metric = cfg.checkpoint.best_checkpoint_metric
     _screen = Screen(float(seconds), cfg.optimization.max_update, metric)
     logging.getLogger("fairseq_cli.train").addHandler(_EarlyEnd())
+
+
+def _tell_once(handler: logging.FileHandler, record: logging.LogRecord) -> None:
+    """In place of a stack trace for each line of a log that cannot be written, as on a full disk."""
+    handler.emit = lambda record: None
+    reason = getattr(sys.exc_info()[1], "strerror", None) or sys.exc_info()[1]
+    message = f"warning: {handler.baseFilename} cannot be written: {reason}; training continues"
+    print(message, file=sys.stderr, flush=True)
 
 
 @replaces("fairseq.logging.progress_bar:progress_bar")
@@ -87,7 +99,7 @@ def after_save(updates: int, state: Mapping) -> None:
 
 
 class Screen:
-    """Progress on standard output, a list of lines.
+    """Progress on standard output: in a terminal one line that is overwritten, else a list of lines.
 
     Args:
         seconds: between two lines.
@@ -98,11 +110,14 @@ class Screen:
     def __init__(self, seconds: float, max_update: int, metric: str = "loss"):
         self.seconds = seconds
         self.max_update, self.metric = max_update, metric
+        self.terminal = sys.stdout.isatty()
         self.began: tuple[float, int] | None = None  # time and number of the first update
         self.shown = (0.0, 0)  # time of the last line, and the number of words up to then
         self.words = 0
         self.best: float | None = None
         self.paused: float | None = None  # when a validation began
+        if self.terminal:
+            atexit.register(self._write, CLEAR)
 
     def update(self, updates: int, loss: float | None, words: float) -> None:
         """Show the first update, the last one, and those between that are due."""
@@ -123,12 +138,12 @@ class Screen:
             left = (self.max_update - updates) * (now - start) / (updates - first)
             parts.append(f"{duration(left)} left")
         self.shown = (now, self.words)
-        self._line(" | ".join(parts))
+        self._line(" | ".join(parts), stays=not self.terminal)
 
     def validating(self, updates: int) -> None:
         """Show that a validation begins."""
         self.paused = time.monotonic()
-        self._line(f"{self._count(updates)} | validation begins")
+        self._line(f"{self._count(updates)} | validation begins", stays=not self.terminal)
 
     def saved(self, updates: int, value: float | None, best: float | None) -> None:
         """Show a checkpoint, with the validation metric if it was just computed."""
@@ -142,17 +157,20 @@ class Screen:
             )
             self.best = best
             parts.append(f"validation {self.metric} {value:.3f}{mark}")
-        self._line(" | ".join([*parts, "saved"]))
+        self._line(" | ".join([*parts, "saved"]), stays=True)
 
     def end(self, reason: str) -> None:
         """Show why training ends before its last update."""
-        self._line(reason)
+        self._line(reason, stays=True)
 
     def _count(self, updates: int) -> str:
         of = f" of {self.max_update:,}" if self.max_update else ""
         return f"update {updates:,}{of}"
 
-    @staticmethod
-    def _line(text: str) -> None:
+    def _line(self, text: str, stays: bool) -> None:
+        self._write((CLEAR if self.terminal else "") + f"  {text}" + ("\n" if stays else ""))
+
+    def _write(self, text: str) -> None:
         with suppress(OSError, ValueError):  # training continues if standard output is closed
-            print(f"  {text}", flush=True)
+            sys.stdout.write(text)
+            sys.stdout.flush()

@@ -22,7 +22,10 @@ from smoe_fairseq.training import launch
 
 @replaces("fairseq.checkpoint_utils:save_checkpoint")
 def save_sets(original, cfg, trainer, epoch_itr, val_loss):
-    """Save one file per rank, as a set, if experts are sharded."""
+    """Save one file per rank, as a set, if experts are sharded.
+
+    If the folder was moved, the run ends once fairseq has saved in a new folder of that name.
+    """
     if getattr(trainer, "expert_placement", None) is None:
         original(cfg, trainer, epoch_itr, val_loss)
     else:
@@ -31,6 +34,18 @@ def save_sets(original, cfg, trainer, epoch_itr, val_loss):
             original(cfg, trainer, epoch_itr, val_loss)
     if timer := getattr(trainer, "save_timer", None):
         timer.saved = time.monotonic()
+    _check_folder(cfg.save_dir, trainer)
+
+
+def _check_folder(save_dir: str, trainer) -> None:
+    """Raise UsageError, on all ranks, if rank 0 has saved in another folder than at the start."""
+    before, now = getattr(trainer, "folder", None), launch.folder_identity(save_dir)
+    moved = before is not None and now not in (before, None)
+    if launch.broadcast(moved) if launch.is_distributed() else moved:
+        raise UsageError(
+            f"{save_dir} was moved while training: update {trainer.get_num_updates()} is in a new folder of "
+            "that name; to continue, move its checkpoints to the old folder, and that back"
+        )
 
 
 @contextmanager

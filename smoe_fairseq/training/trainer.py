@@ -78,6 +78,7 @@ class SMoETrainer(Trainer):
 
     Attributes:
         expert_placement: None if every rank has all experts.
+        folder: the identity of ``--save-dir`` at the start; None if there is none.
         save_name: the name of the set that is being saved, else None.
         crash_name: the beginning of the name of the set ``crash.pt``, equal on all ranks.
         epoch_iterator: of the training data; None before it is loaded.
@@ -111,6 +112,7 @@ class SMoETrainer(Trainer):
         super().__init__(cfg, task, model, *others, **options)
         task.train_step = excluding_dummies(task.train_step)
         launch.hold_folder(self.cfg.checkpoint)
+        self.folder = launch.folder_identity(self.cfg.checkpoint.save_dir)
         program.set_early_stop({})
         translations.check(self.get_criterion(), self.get_model())
         program.change("get_valid_stats", translations.score_by_translations)

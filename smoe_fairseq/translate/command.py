@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import re
 import sys
 import time
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
@@ -52,6 +53,7 @@ def _decoded(line: bytes, number: int) -> str:
         ) from None
 
 
+_LINE_ENDS = "[\x85\u2028\u2029]"  # of some programs, in addition to those that JSON escapes
 CHUNK_LINES = 4000  # that are read at a time and sorted by length
 
 
@@ -294,7 +296,8 @@ def _digest(path: Path) -> str:
 
 def _output_lines(line: int, translation: Translation, args: Namespace) -> Iterator[str]:
     if args.json:
-        yield json.dumps({"line": line, **asdict(translation)}, ensure_ascii=False)
+        text = json.dumps({"line": line, **asdict(translation)}, ensure_ascii=False)
+        yield re.sub(_LINE_ENDS, lambda match: f"\\u{ord(match[0]):04x}", text)
     elif args.nbest is None:
         yield translation.hypotheses[0].text
     else:

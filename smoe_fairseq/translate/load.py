@@ -145,10 +145,27 @@ class TrainedModel(GeneratorHubInterface):
     """
 
     def __init__(self, cfg, task, models, subwords: Path | None):
-        super().__init__(cfg, task, models)
+        cfg.generation.no_beamable_mm = True  # each call chooses its beam
+        try:
+            super().__init__(cfg, task, models)
+        except Exception as error:  # of fairseq's tokenizers and subwords, of any type
+            names = (getattr(each, "_name", each) for each in (cfg.bpe, cfg.tokenizer))
+            reason = f"{type(error).__name__} {error}".splitlines()[0]
+            raise UsageError("bpe={}, tokenizer={}: {}".format(*names, reason)) from None
         if subwords is not None:
             self.bpe = segmenter(subwords)
         self.eval()
+
+    def __copy__(self):
+        copied = type(self).__new__(type(self))
+        copied.__dict__.update(self.__dict__)
+        return copied
+
+    def __reduce_ex__(self, protocol):
+        # fairseq's tasks cannot be copied, and its models cannot be pickled once they translate.
+        raise UsageError(
+            "a loaded model can be neither copied nor pickled: load it with from_pretrained in each process"
+        )
 
     @classmethod
     @without_default_device()

@@ -1,6 +1,7 @@
 """``scripts/train.sh``: one ``fairseq-train`` command, on all GPUs of this machine by default."""
 
 import os
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -35,7 +36,7 @@ STARTED_LINE = b"Start iterating over samples"  # of fairseq, before the first u
 # Processes that prepare batches for a GPU. One (fairseq's default) is slower with 16,384 tokens than an
 # H200 that trains a base model on them.
 GPU_WORKERS = 2
-SCREEN_SECONDS = 30  # between two lines
+SCREEN_SECONDS = {True: 1, False: 30}  # between two lines, at a terminal and elsewhere
 # Required flags, each with an example. fairseq-train reports some of them late, and has bad defaults for
 # others (a learning rate of 0.25, endless training).
 REQUIRED_FLAGS = {
@@ -299,7 +300,8 @@ def screen_variables() -> dict[str, str]:
     """Variables by which fairseq-train prints only a line every few seconds; none if LOGLEVEL is set."""
     if os.environ.get("LOGLEVEL"):
         return {}
-    return {"LOGLEVEL": "WARNING", screen.VARIABLE: str(SCREEN_SECONDS)}
+    seconds = SCREEN_SECONDS[sys.stdout.isatty()]
+    return {"LOGLEVEL": "WARNING", screen.VARIABLE: str(seconds)}
 
 
 def _check_complete(dataset: Dataset, words: Sequence[str]) -> None:
