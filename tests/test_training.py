@@ -157,7 +157,6 @@ def test_hydra_trains_the_size_of_the_architecture(small_corpus, tmp_path):
         # fairseq would train nothing, with success
         (["--write-checkpoints-asynchronously"], "iopath"),
         (["--max-tokens-valid", 2], "--max-tokens-valid 2"),
-        (["--use-plasma-view"], "use_plasma_view"),  # which no pyarrow has now
     ],
 )
 def test_flags_that_cannot_work_are_named(small_corpus, tmp_path, flags, named):

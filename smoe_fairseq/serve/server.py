@@ -3,13 +3,11 @@
 import errno
 import ipaddress
 import logging
-import math
 import os
 import re
 import signal
 import socket
 import sys
-import time
 import warnings
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from pathlib import Path
@@ -70,35 +68,14 @@ def allowed_hosts(host: str) -> frozenset[str] | None:
 
 
 HEADER_SECONDS = 10  # until the headers of a request must be complete
-PROBE_SECONDS = 0.1  # between interim responses to a client that has closed its sending half
 
 
 class IdleTimeoutProtocol(H11Protocol):
-    """Answers clients that close their sending half after a request, and closes idle connections.
+    """Closes idle connections, and refuses in JSON what is no request.
 
-    uvicorn disconnects the former. Its own time limit for idle connections starts with the first request, and
-    its limit of their number refuses all clients.
+    uvicorn's own time limit for idle connections starts with the first request, and its limit of their number
+    refuses all clients.
     """
-
-    def eof_received(self) -> bool:
-        """Whether the connection stays open."""
-        cycle = self.cycle
-        waits = cycle is not None and not cycle.more_body and not cycle.response_complete
-        if waits:
-            cycle.keep_alive = False
-            if self.conn.their_http_version == b"1.1":  # 1.0 has no interim responses
-                self.loop.call_later(PROBE_SECONDS, self._probe, cycle)
-        return waits
-
-    def _probe(self, cycle) -> None:
-        """Send interim responses: a client that has gone resets the connection, so the next one fails.
-
-        Clients skip 100; Python's takes any other status for the final one.
-        """
-        if not cycle.response_started and not self.transport.is_closing():
-            interim = h11.InformationalResponse(status_code=100, headers=[], reason="Continue")
-            self.transport.write(self.conn.send(interim))
-            self.loop.call_later(PROBE_SECONDS, self._probe, cycle)
 
     def send_400_response(self, msg: str) -> None:
         """As uvicorn's, but for JSON."""
@@ -150,30 +127,11 @@ class Server(uvicorn.Server):
         await super().shutdown(sockets)
 
 
-class _OnceAMinute(logging.Filter):
-    """A line for all connections that cannot be accepted, of which asyncio logs a stack trace each."""
-
-    last = -math.inf
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        if not record.getMessage().startswith("socket.accept() out of system resource"):
-            return True
-        if time.monotonic() - self.last >= 60:
-            self.last = time.monotonic()
-            print(
-                "warning: new connections wait for open files (ulimit -n)",
-                file=sys.stderr,
-                flush=True,
-            )
-        return False
-
-
 def serve(engine: Engine, args: Namespace, listener: socket.socket) -> None:
     """Answer requests until SIGINT, SIGTERM or SIGHUP; then the signal is raised again."""
     # For all threads, unlike `quietly`, which would also disable the log of requests.
     logging.getLogger().setLevel(logging.WARNING)
     warnings.simplefilter("ignore")
-    logging.getLogger("asyncio").addFilter(_OnceAMinute())
     if args.access_log:
         access = logging.getLogger("uvicorn.access")
         access.setLevel(logging.INFO)

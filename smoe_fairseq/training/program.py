@@ -79,13 +79,6 @@ def load_once(original, task, split, *arguments, **options):
         original(task, split, *arguments, **options)
 
 
-@replaces("fairseq.data.plasma_utils:PlasmaStore.__del__")
-def stop_what_was_started(original, store):
-    """Without plasma, which pyarrow no longer has, the message of ``--use-plasma-view`` says so."""
-    with suppress(AttributeError):
-        original(store)
-
-
 # Options of ``fairseq-generate`` and ``fairseq-interactive``.
 
 _SEARCHES = ("sampling", "diverse_beam_groups", "match_source_len", "diversity_rate", "constraints")

@@ -156,17 +156,6 @@ class TrainedModel(GeneratorHubInterface):
             self.bpe = segmenter(subwords)
         self.eval()
 
-    def __copy__(self):
-        copied = type(self).__new__(type(self))
-        copied.__dict__.update(self.__dict__)
-        return copied
-
-    def __reduce_ex__(self, protocol):
-        # fairseq's tasks cannot be copied, and its models cannot be pickled once they translate.
-        raise UsageError(
-            "a loaded model can be neither copied nor pickled: load it with from_pretrained in each process"
-        )
-
     @classmethod
     @without_default_device()
     def of_run(
