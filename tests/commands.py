@@ -133,11 +133,11 @@ def step_here(*words, cwd, main=None, **environment) -> subprocess.CompletedProc
     return subprocess.CompletedProcess(words, status, output.getvalue(), errors.getvalue())
 
 
-def smoe(*words, check=True) -> subprocess.CompletedProcess:
+def smoe(*words, check=True, cwd=None, **environment) -> subprocess.CompletedProcess:
     """``smoe WORDS``, in this process; as of `run`, ``stdout`` holds stderr too."""
     from smoe_fairseq.cli import main
 
-    done = step_here(*map(str, words), cwd=os.getcwd(), main=main)
+    done = step_here(*map(str, words), cwd=cwd or os.getcwd(), main=main, **environment)
     done.stdout += done.stderr
     if check:
         assert done.returncode == 0, done.stdout[-4000:]

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import sacrebleu
 import torch
-from commands import refused, run, step_here
+from commands import refused, run, smoe
 from test_recipes import write_dataset
 
 from smoe_fairseq.errors import UsageError
@@ -36,10 +36,7 @@ M15_CLASSES = {
 def table(folder: Path, *words: str, check=True, configs: str = str(ROOT / "configs")):
     """``smoe table WORDS``, in this process; ``stdout`` holds stderr too."""
     folders = {"DATA_DIR": str(folder / "data"), "RUN_DIR": str(folder / "runs")}
-    result = step_here("table", *words, cwd=folder, CONFIG_DIR=configs, **folders)
-    result.stdout += result.stderr
-    assert result.returncode == 0 or not check, result.stdout
-    return result
+    return smoe("table", *words, check=check, cwd=folder, CONFIG_DIR=configs, **folders)
 
 
 def refusal(folder: Path, *words: str) -> str:
