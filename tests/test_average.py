@@ -231,9 +231,7 @@ OTHERS = {  # by what the sentence names
     "moe_scores": lambda s: s["cfg"]["model"].update(moe_scores="sigmoid"),
     "dictionary": lambda s: s["smoe_dictionaries"]["source"].update(sha256="0"),
     f"{W1} has NaN": lambda s: s["model"][W1].view(-1)[3:4].fill_(float("inf")),
-    "model.more": put("more", "x"),
     "wide": put("wide", torch.ones(1).expand(10**13)),
-    "sparse": put("sparse", torch.ones(2, 2).to_sparse()),
 }
 
 

@@ -122,6 +122,7 @@ def test_interactive_needs_a_direction(data, several):
     refused(said, "--source-lang")
 
 
+@pytest.mark.soak
 def test_languages_in_another_order(data, several):
     """Their tokens are the last words of the dictionary: each would stand for another language."""
     given = [data[0], "--user-dir", PLUGIN, "--path", several, "--cpu", "--max-len-b", 5, *SEVERAL]

@@ -191,8 +191,6 @@ WRONG = {  # by what the sentence names
     "moe_layer.gate": drop("wg.weight"),
     "encoder.layers.1 has 4 experts": drop("experts.3.fc1.weight"),
     "experts of encoder.layers.1": add("encoder.layers.1.moe_layer.experts.2.fc1.bias"),
-    "more": add("more", "x"),
-    "does not name its model": lambda state: state["cfg"].update(model=None),
 }
 
 
@@ -207,11 +205,8 @@ def test_models_that_are_none_of_ours(vanilla, tmp_path, words):
     assert contents(tmp_path) == before
 
 
-@pytest.mark.parametrize(
-    "change", [{"cfg": [1]}, {"cfg": {"model": {"arch": ["x"]}}}, {"model": [1]}, {"model": None}]
-)
-def test_content_of_another_kind_names_the_file(vanilla, tmp_path, change):
-    torch.save(as_theirs(vanilla) | change, tmp_path / "model.pt")
+def test_content_of_another_kind_names_the_file(vanilla, tmp_path):
+    torch.save(as_theirs(vanilla) | {"cfg": {"model": {"arch": ["x"]}}}, tmp_path / "model.pt")
     sentence = refusal("import", tmp_path / "model.pt", "--output", tmp_path / "new/ours.pt")
     assert str(tmp_path / "model.pt") in sentence and not (tmp_path / "new").exists()
 

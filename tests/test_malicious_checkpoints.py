@@ -2,9 +2,7 @@
 
 import ast
 import importlib
-import sys
 from argparse import Namespace
-from contextlib import suppress
 from pathlib import Path
 
 import fairseq
@@ -12,8 +10,6 @@ import pytest
 import torch
 from commands import TINY, generation, refused, run
 from fairseq import checkpoint_utils, tasks
-from fairseq.models import ARCH_CONFIG_REGISTRY
-from fairseq.tasks.translation import TranslationTask
 from sampling import soak
 from test_compat import run_without
 
@@ -34,16 +30,10 @@ def program(trace: Path) -> str:
     return f"[__import__('pathlib').Path({str(trace)!r}).touch(), 1][1:]"
 
 
-def config(state: dict, arch: str, **settings) -> dict:
-    """The checkpoint with another architecture in its config, of default options but for ``settings``."""
-    positions = ("max_source_positions", "max_target_positions", "tokens_per_sample")
-    model = Namespace(**dict.fromkeys(positions, 64), **{"criterion": "cross_entropy"} | settings)
-    ARCH_CONFIG_REGISTRY[arch](model)
-    return {**state, "cfg": {**state["cfg"], "model": vars(model) | {"_name": arch, "arch": arch}}}
-
-
 def run_by_model(state: dict, trace: Path) -> dict:
-    return config(state, "transformer", adaptive_softmax_cutoff=program(trace))
+    """The checkpoint with an option of its model that is a program."""
+    model = settings_of(state["cfg"]["model"]) | {"adaptive_softmax_cutoff": program(trace)}
+    return {**state, "cfg": {**state["cfg"], "model": model}}
 
 
 def saved(state: dict, path: Path) -> Path:
@@ -103,54 +93,7 @@ def test_what_is_no_string_is_refused_as_by_eval():
     assert fairseq.utils.eval_bool(None, default=True) and not fairseq.utils.eval_bool("False")
 
 
-# Each kind of setting, by loading the model as all commands do
-
-KINDS = [  # one of each module that evaluates
-    *(
-        ("fconv", "encoder_layers"),
-        ("fconv", "decoder_attention"),
-        ("fconv_self_att", "pretrained"),
-    ),
-    *(("fconv_lm", "decoder_layers"), ("lightconv_lm", "adaptive_input_cutoff")),
-    *(("transformer_lm", "character_filters"), ("transformer", "adaptive_softmax_cutoff")),
-    *(("lstm", "adaptive_softmax_cutoff"), ("lightconv", "adaptive_softmax_cutoff")),
-    *(("wav2vec2", "conv_feature_layers"), ("hubert", "conv_feature_layers")),
-    ("wav2vec", "conv_aggregator_layers"),
-]
-# What brings a model to the setting.
-WITH = {
-    "fconv": {"encoder_layers": "[(8, 3)]", "decoder_layers": "[(8, 3)]"},  # the default are 20
-    "character_filters": {"character_embeddings": True, "character_embedding_dim": 4},
-    "lightconv": {"encoder_conv_type": "lightweight", "decoder_conv_type": "lightweight"}
-    | {"weight_softmax": True},
-    "lightconv_lm": {"attention_dropout": 0.0},
-    "lstm": {"criterion": "adaptive_loss"},
-    "adaptive_input_cutoff": {"adaptive_input": True},
-    "conv_aggregator_layers": {"aggregator": "cnn", "conv_feature_layers": "[(8, 3, 2)]"},
-}
-# What the tasks of speech and language models have.
-TASK = {"dictionaries": [], "dictionary": TranslationTask.source_dictionary}
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("arch, setting", KINDS, ids=["-".join(kind) for kind in KINDS])
-def test_settings_of_models(post_norm, tmp_path, trace, monkeypatch, arch, setting):
-    settings = {**WITH.get(arch, {}), **WITH.get(setting, {}), setting: program(trace)}
-    for name, value in TASK.items():
-        monkeypatch.setattr(TranslationTask, name, value, raising=False)
-    file = saved(config(torch.load(post_norm), arch, **settings), tmp_path / "checkpoint.pt")
-
-    def load():
-        checkpoint_utils.load_model_ensemble_and_task([str(file)])
-
-    with pytest.raises((UsageError, ValueError), match="expected a literal"):
-        load()
-    assert not trace.exists()
-    for module in [m for m in [*sys.modules.values()] if getattr(m, "eval", None) is evaluate]:
-        monkeypatch.delattr(module, "eval", raising=False)  # some have two names
-    with suppress(Exception):
-        load()
-    assert trace.exists()
+# Loading the model, as all commands do
 
 
 def settings_of(part) -> dict:

@@ -270,8 +270,6 @@ OTHERS = {  # by what the sentence names
     "decoder.embed_tokens.weight": lambda s: s["model"].pop("decoder.embed_tokens.weight"),
     "decoder.adapter": with_weight("decoder.adapter", torch.ones(2)),
     "(3, 32)": with_weight("encoder.layers.1.fc1.weight", torch.ones(3, 32)),
-    "more": with_weight("more", "x"),
-    "does not name its model": lambda s: s["cfg"].update(model=None),
 }
 
 
