@@ -47,65 +47,50 @@ def as_loaded() -> Iterator[None]:
         _loading.reset(before)
 
 
-def check_config(config: DecoderOptions, task) -> None:
-    """Raise ValueError with one sentence that names the flag and what would be accepted."""
+def config_faults(config: DecoderOptions) -> Iterator[str]:
+    """Sentences on options that contradict each other, which name the flag and what would be accepted."""
     if config.moe_gate not in GATES:  # of a command line, its parser refuses it
         expected = f"expected one of {', '.join(GATES)}, or of a plugin (--user-dir, SMOE_PLUGINS)"
-        raise ValueError(f"--moe-gate {config.moe_gate}: {expected}")
-    _check_numbers(config)
+        yield f"--moe-gate {config.moe_gate}: {expected}"
+    yield from _number_faults(config)
     for side in config.SIDES:
         freq = config.moe_freq_of(side)
         layers = getattr(config, f"{side}_layers")
         if freq < 0 or freq > layers:
             name = "moe_freq" if getattr(config, f"{side}_moe_freq") == -1 else f"{side}_moe_freq"
-            expected = f"expected 0 to {layers}, the layers of the {side}"
-            raise ValueError(f"{flag_of(name)} {freq}: {expected}")
+            yield f"{flag_of(name)} {freq}: expected 0 to {layers}, the layers of the {side}"
         if freq > 0 and not getattr(config, f"{side}_normalize_before"):
-            raise ValueError(
-                f"--no-{side}-normalize-before: expected pre-norm layers, or --{side}-moe-freq 0"
-            )
+            yield f"--no-{side}-normalize-before: expected pre-norm layers, or --{side}-moe-freq 0"
         dim, heads = (getattr(config, f"{side}_{n}") for n in ("embed_dim", "attention_heads"))
         if dim % heads:
-            raise ValueError(
-                f"--{side}-embed-dim {dim}: expected a multiple of --{side}-attention-heads {heads}"
-            )
+            yield f"--{side}-embed-dim {dim}: expected a multiple of --{side}-attention-heads {heads}"
         if (gates := sum(map(len, config.strata_of(side)))) > MAX_GATES:
             flag = flag_of("smoe_chain" if config.smoe_chain > 1 else config.strata_option_of(side))
-            raise ValueError(
-                f"{flag}: {gates:,} gates in {layers} layers; expected at most {MAX_GATES:,}"
-            )
+            yield f"{flag}: {gates:,} gates in {layers} layers; expected at most {MAX_GATES:,}"
     sides = [side for side in config.SIDES if config.moe_freq_of(side)]
-    _check_effect(config, has_experts=bool(sides))
+    yield from _effect_faults(config, has_experts=bool(sides))
     if sides:
-        _check_gate(config, sides)
-        for side in sides:
-            _check_blocks(config, side)
+        yield from _gate_faults(config, sides)
+    for side in sides:
+        yield from _block_faults(config, side)
 
 
-def check_translation(config: SMoETransformerConfig, task) -> None:
-    """Raise ValueError if embeddings of different words would be shared, or no part would be trained."""
+def translation_faults(config: SMoETransformerConfig, task) -> Iterator[str]:
+    """As `config_faults`, where embeddings of different words would be shared, or no part be trained."""
     parts = {"embeddings", *config.SIDES}
     if not config.frozen < parts:
-        raise ValueError(
-            f"--freeze {config.freeze}: expected one or two of {', '.join(sorted(parts))}"
-        )
+        yield f"--freeze {config.freeze}: expected one or two of {', '.join(sorted(parts))}"
     if config.share_all_embeddings and task.source_dictionary != task.target_dictionary:
-        raise ValueError(
-            "--share-all-embeddings: expected --joined-dictionary data, or --no-share-all-embeddings"
-        )
+        yield "--share-all-embeddings: expected --joined-dictionary data, or --no-share-all-embeddings"
     if getattr(getattr(task, "args", None), "enable_lang_ids", False):
-        raise ValueError(
-            "--enable-lang-ids: the encoder takes language tokens, but no language ids"
-        )
+        yield "--enable-lang-ids: the encoder takes language tokens, but no language ids"
 
 
-def check_language_pairs(config: SMoEMultilingualTransformerConfig, task) -> None:
-    """Raise ValueError if a model per language pair does not fit the task or an option."""
+def language_pair_faults(config: SMoEMultilingualTransformerConfig, task) -> Iterator[str]:
+    """As `config_faults`, where a model per language pair does not fit the task or an option."""
     pairs = getattr(task, "model_lang_pairs", None)
     if pairs is None:
-        raise ValueError(
-            "--arch smoe_multilingual_transformer: expected it with --task multilingual_translation"
-        )
+        yield "--arch smoe_multilingual_transformer: expected it with --task multilingual_translation"
     sources, targets = zip(*(pair.split("-") for pair in pairs), strict=True)
     for shared, languages in {
         "share_all_embeddings": sources + targets,
@@ -117,40 +102,33 @@ def check_language_pairs(config: SMoEMultilingualTransformerConfig, task) -> Non
         first, *others = dict.fromkeys(languages)
         other = next((lang for lang in others if task.dicts[lang] != task.dicts[first]), None)
         if getattr(config, shared) and other is not None:
-            raise ValueError(
+            yield (
                 f"{flag_of(shared)}: the dictionaries of {first} and {other} differ; preprocess all "
                 f"languages with one --srcdict and --tgtdict, or train with {flag_of('no_' + shared)}"
             )
     # These rely on one order of the layers in an update, but language pairs run one after the other.
     for name, value in (
-        ("moe_balance", "bias"),
-        ("moe_balance_over", "update"),
+        *(("moe_balance", "bias"), ("moe_balance_over", "update"), ("expert_parallel", True)),
         *(("moe_gate", name) for name, gate in GATES.items() if gate.learns_by_counts),
     ):
         if getattr(config, name) == value:
-            raise ValueError(
-                f"{flag_of(name)} {value}: expected it with --task translation_multi_simple_epoch"
-            )
-    if config.expert_parallel:
-        raise ValueError(
-            "--expert-parallel with --task multilingual_translation: use translation_multi_simple_epoch"
-        )
+            yield f"{with_value(name, value)}: expected --task translation_multi_simple_epoch with it"
 
 
-def check_language_modeling(config: DecoderOptions, task) -> None:
-    """Raise ValueError if a language model would not predict next words, or not all words."""
+def language_modeling_faults(config: DecoderOptions, task) -> Iterator[str]:
+    """As `config_faults`, where a language model would not predict next words, or not all words."""
     others = [target for target in getattr(task, "targets", []) if target != "future"]
     if others:
-        raise ValueError(f"--{others[0]}-target: expected --future-target or no target flag")
+        yield f"--{others[0]}-target: expected --future-target or no target flag"
     words = len(task.target_dictionary)
     if config.share_decoder_input_output_embed and words != len(task.source_dictionary):
-        raise ValueError(
+        yield (
             f"--output-dictionary-size {words}: the shared embeddings have {len(task.source_dictionary)} "
             "words; leave it out, or train with --no-share-decoder-input-output-embed"
         )
 
 
-def _check_blocks(config: MoEOptions, side: str) -> None:
+def _block_faults(config: MoEOptions, side: str) -> Iterator[str]:
     by_id = GATES[config.moe_gate].extra_input == "id"
     table = {"hash_table": torch.zeros(1).long()} if by_id else {}
     layers = config.moe_options(side)
@@ -159,53 +137,48 @@ def _check_blocks(config: MoEOptions, side: str) -> None:
             for options in {options["strata"]: options for options in layers}.values():
                 StratifiedMoE(8, 8, **options, **table)
     except OptionError as error:
-        raise ValueError(error.named(config.block_flags(side))) from None
+        yield error.named(config.block_flags(side))
 
 
-def _check_numbers(config: DecoderOptions) -> None:
-    """Checks the range of each number, except for the block's options, which `MoEConfig` checks."""
-    sizes = [
-        f"{side}_{name}"
-        for side in config.SIDES
-        for name in ("embed_dim", "ffn_embed_dim", "layers", "attention_heads")
-    ]
-    for name in (*sizes, *map(config.positions_option_of, config.SIDES)):
+def _number_faults(config: DecoderOptions) -> Iterator[str]:
+    """On the range of each number, except for the block's options, which `MoEConfig` checks."""
+    sizes = ("embed_dim", "ffn_embed_dim", "layers", "attention_heads")
+    names = [f"{side}_{name}" for side in config.SIDES for name in sizes]
+    for name in (*names, *map(config.positions_option_of, config.SIDES)):
         value, most = getattr(config, name), MAX_SIZES.get(name.partition("_")[2], math.inf)
         if not 1 <= value <= most:
-            raise ValueError(f"{flag_of(name)} {value}: expected 1 to {most:,}")
+            yield f"{flag_of(name)} {value}: expected 1 to {most:,}"
     dropouts = ("dropout", "attention_dropout", "activation_dropout")
     for name in (*dropouts, *(f"{side}_layerdrop" for side in config.SIDES)):
         if not 0 <= getattr(config, name) < 1:  # false for NaN
-            raise ValueError(f"{flag_of(name)} {getattr(config, name)}: expected 0 to below 1")
+            yield f"{flag_of(name)} {getattr(config, name)}: expected 0 to below 1"
 
 
-def _check_gate(config: MoEOptions, sides: list[str]) -> None:
+def _gate_faults(config: MoEOptions, sides: list[str]) -> Iterator[str]:
     name, kind = config.moe_gate, GATES[config.moe_gate]
     if kind.in_decoder and "encoder" not in config.SIDES:
         others = ", ".join(name for name, kind in GATES.items() if not kind.in_decoder)
-        raise ValueError(
+        yield (
             f"--moe-gate {name}: experts would see later tokens, which a language model must not; "
             f"expected one of {others}"
         )
     if kind.in_decoder and "encoder" not in sides:
-        raise ValueError(f"--moe-gate {name}: expected it with --encoder-moe-freq above 0")
+        yield f"--moe-gate {name}: expected it with --encoder-moe-freq above 0"
     for side in sides if kind.skips_tokens and not _loading.get() else ():
         fewest = min(strata.num_experts for strata in config.strata_of(side))
         if (config.moe_capacity_factor or 0) >= fewest:
-            raise ValueError(
+            yield (
                 f"--moe-capacity-factor {config.moe_capacity_factor} with --moe-gate {name}: experts would "
                 f"take all tokens; expected a number below {fewest}, such as 0.5"
             )
     for side in sides if config.moe_gate_residual == "layers" else ():
         # Gates add up their logits.
         if len({strata.num_experts for strata in config.strata_of(side)}) > 1:
-            raise ValueError(
-                f"--moe-gate-residual layers: expected the same number of experts in all layers of the {side}"
-            )
+            yield f"--moe-gate-residual layers: expected as many experts in all layers of the {side}"
 
 
-def _check_effect(config: MoEOptions, has_experts: bool) -> None:
-    """Refuse flags without effect, since another model would be trained than was meant."""
+def _effect_faults(config: MoEOptions, has_experts: bool) -> Iterator[str]:
+    """On flags without effect, since another model would be trained than was meant."""
     for name in EXPERT_OPTIONS:
         if _loading.get() and name in ONCE_DENSE_OPTIONS:
             continue
@@ -213,25 +186,21 @@ def _check_effect(config: MoEOptions, has_experts: bool) -> None:
         # Enumerations equal their defaults only as strings.
         if not has_experts and value != default and str(value) != str(default):
             flag = with_value(name, value)
-            raise ValueError(f"{flag} with --moe-freq 0, a model without experts: leave one out")
+            yield f"{flag} with --moe-freq 0, a model without experts: leave one out"
     for side in config.SIDES:
-        name = f"{side}_smoe_strata"
-        if getattr(config, name) and not config.moe_freq_of(side):
-            raise ValueError(
-                f"{flag_of(name)} {getattr(config, name)}: expected it with --{side}-moe-freq above 0"
-            )
+        flag, strata = f"--{side}-smoe-strata", getattr(config, f"{side}_smoe_strata")
+        if strata and not config.moe_freq_of(side):
+            yield f"{flag} {strata}: expected it with --{side}-moe-freq above 0"
     if _loading.get():
         return
     options = {name: getattr(config, option) for name, option in MoEConfig.flags().items()}
     for sentence in without_effect(options).values():
-        raise ValueError(OptionError(sentence).named(BLOCK_FLAGS))
+        yield OptionError(sentence).named(BLOCK_FLAGS)
     by_id = gates_that_read("hash_table")
     for name in ("moe_hash_table", "moe_hash_seed"):
         value = str(getattr(config, name))
         if config.moe_gate not in by_id and value != str(getattr(MoEOptions, name)):
-            raise ValueError(
-                f"{flag_of(name)} {value}: expected it with --moe-gate {' or '.join(by_id)}"
-            )
+            yield f"{flag_of(name)} {value}: expected it with --moe-gate {' or '.join(by_id)}"
 
 
 def check_model(config, task) -> None:

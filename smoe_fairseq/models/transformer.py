@@ -5,6 +5,7 @@ import re
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
+from itertools import chain
 
 import torch
 from fairseq.data import Dictionary
@@ -22,9 +23,9 @@ from smoe_fairseq.errors import UsageError
 from smoe_fairseq.models.attention import attention_mask
 from smoe_fairseq.models.checks import (
     check_checkpoint,
-    check_config,
     check_model,
-    check_translation,
+    config_faults,
+    translation_faults,
 )
 from smoe_fairseq.models.layers import TransformerDecoderLayer, TransformerEncoderLayer
 from smoe_fairseq.models.memory import check_size
@@ -109,12 +110,12 @@ class SparseModel:
 
     Attributes:
         config_class: the dataclass of the model's options.
-        check: checks of options and task in addition to `check_config`; raises ValueError.
+        faults: what is wrong with options and task in addition to `config_faults`.
         of_config: builds the model from checked options.
     """
 
     config_class: type[DecoderOptions]
-    check: Callable
+    faults: Callable
     of_config: Callable
 
     @classmethod
@@ -130,8 +131,8 @@ class SparseModel:
         """
         try:
             config = cls.config_class.of(cfg)
-            check_config(config, task)
-            cls.check(config, task)
+            for sentence in chain(config_faults(config), cls.faults(config, task)):
+                raise ValueError(sentence)
             check_size(partial(cls.of_config, config, task))
         except ValueError as error:
             raise UsageError(str(error)) from None
@@ -200,7 +201,7 @@ class SMoETransformerModel(SparseModel, TransformerModelBase):
     """
 
     config_class = SMoETransformerConfig
-    check = staticmethod(check_translation)
+    faults = staticmethod(translation_faults)
     has_own_search = True  # translate/search.py supports it
 
     @classmethod

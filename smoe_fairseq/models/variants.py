@@ -16,7 +16,7 @@ from omegaconf import OmegaConf, open_dict
 
 from smoe_fairseq.compat.replacing import replaces
 from smoe_fairseq.errors import UsageError
-from smoe_fairseq.models.checks import check_language_modeling, check_language_pairs
+from smoe_fairseq.models.checks import language_modeling_faults, language_pair_faults
 from smoe_fairseq.models.options import (
     SMoEMultilingualTransformerConfig,
     SMoETransformerConfig,
@@ -41,7 +41,7 @@ class SMoETransformerLanguageModel(SparseModel, FairseqLanguageModel):
     """
 
     config_class = SMoETransformerLMConfig
-    check = staticmethod(check_language_modeling)
+    faults = staticmethod(language_modeling_faults)
 
     @classmethod
     def of_config(cls, config, task):
@@ -87,7 +87,7 @@ class SMoEMultilingualTransformerModel(SparseModel, MultilingualTransformerModel
     """
 
     config_class = SMoEMultilingualTransformerConfig
-    check = staticmethod(check_language_pairs)
+    faults = staticmethod(language_pair_faults)
 
     @classmethod
     def of_config(cls, config, task):
