@@ -87,7 +87,7 @@ def test_fairseq_alone_validates_and_trains_on(small_corpus, dense, tmp_path):
 
 def test_what_is_no_stock_transformer_is_refused(mixed, pre_norm, tmp_path):
     ask = ("--to", "fairseq", "--output", tmp_path / "x.pt")
-    assert f"{mixed} has experts: expected a dense" in refusal("export", mixed, *ask)
+    assert f"{mixed} has experts" in refusal("export", mixed, *ask)
     assert "holds fairseq's transformer already" in refusal("export", pre_norm, *ask)
     path = changed(mixed, tmp_path / "old.pt", lambda state: state.update(older(state)))
     assert f"{path} has no cfg, " in refusal("export", path, *ask)
@@ -141,7 +141,7 @@ def test_ctranslate2_takes_a_model_of_several_languages(ctranslate2, three_langu
 def test_what_ctranslate2_has_not_is_refused(ctranslate2, dense, mixed, tmp_path):
     ask = ("--to", "ctranslate2", "--output", tmp_path / "model")
     sentence = refusal("export", mixed, *ask)
-    assert f"{mixed} has experts: expected a dense" in sentence
+    assert f"{mixed} has experts" in sentence
     path = changed(
         dense,
         tmp_path / "mixed.pt",
