@@ -141,6 +141,26 @@ def test_a_mean_is_of_the_last_checkpoints_whatever_their_times(run_of_one, tmp_
     assert names()[-3] in lines()[-1]
 
 
+def test_a_folder_in_which_training_replaces_checkpoints(run_of_one, tmp_path, monkeypatch):
+    """The newest that are there when the first is opened are averaged."""
+    folder, original = tmp_path / "run", sets.weights_of
+    folder.mkdir()
+    for name in names((1, 2)):
+        shutil.copy(run_of_one / name, folder)
+
+    def weights_of(path):
+        if path.name == "checkpoint_1_1.pt":
+            shutil.copy(run_of_one / names()[2], folder)
+            path.unlink()
+        return original(path)
+
+    monkeypatch.setattr(sets, "weights_of", weights_of)
+    call("average", folder, "--last", 2, "--output", tmp_path / "mean.pt")
+    assert_is_mean(tmp_path / "mean.pt", [load(run_of_one / n)["model"] for n in names((2, 3))])
+    (folder / names()[2]).write_bytes(b"damaged")
+    assert names()[2] in refusal("average", folder, "--last", 2, "--output", tmp_path / "x.pt")
+
+
 def whole_model(path: Path) -> dict:
     shards = Shards.open(path, False)
     return shards.state_for(world_size=1)["model"]
@@ -250,16 +270,21 @@ def test_copies_of_a_file_count_once(run_of_one, tmp_path):
     one, two = (run_of_one / name for name in names()[:2])
     copies = [Path(shutil.copy(one, tmp_path / f"{name}.pt")) for name in ("best", "last")]
     output = tmp_path / "mean.pt"
-    call("average", one, two, *copies, one, "--output", output)
+    call("average", one, two, *copies, "--output", output)
     assert_is_mean(output, [load(file)["model"] for file in (one, two)])
     assert load(output)["optimizer_history"] == load(two)["optimizer_history"]
-    for files in ([one], [one, one], [one, copies[0]]):
+    for files in ([one], [one, copies[0]]):
         assert "is one checkpoint" in refusal("average", *files, "--output", tmp_path / "m.pt")
 
 
 def test_requests_that_are_not_clear(run_of_one, tmp_path):
     one, two = (run_of_one / name for name in names()[:2])
+    (tmp_path / "copies").mkdir()
+    for name in ("checkpoint_1_1.pt", "checkpoint_9_99.pt"):
+        copied = Path(shutil.copy(one, tmp_path / "copies" / name))
     for words, sentence in (
+        ([one, two, one], f"{one} is named twice"),
+        ([copied.parent, "--last", 2], f"{copied} is a copy"),
         ([run_of_one], "is a folder: add --last N"),
         ([one, two, "--by", "update"], "--by update: expected --last with it"),
         ([one, two, "--last", 2], "--last 2: expected one folder"),
@@ -268,7 +293,14 @@ def test_requests_that_are_not_clear(run_of_one, tmp_path):
         ([run_of_one, "--last", 2, "--by", "epoch"], "has 0 checkpoints of an epoch"),
     ):
         assert sentence in refusal("average", *words, "--output", tmp_path / "mean.pt")
-    assert not list(tmp_path.iterdir())
+    assert list(tmp_path.iterdir()) == [copied.parent]
+
+
+def test_files_of_one_name_in_two_folders(run_of_one, tmp_path):
+    other = Path(shutil.copy(run_of_one / names()[1], tmp_path / names()[0]))
+    call("average", run_of_one / names()[0], other, "--output", tmp_path / "mean.pt")
+    models = [load(run_of_one / name)["model"] for name in names()[:2]]
+    assert_is_mean(tmp_path / "mean.pt", models)
 
 
 def test_what_cannot_be_written_is_known_before_the_work(run_of_one, tmp_path, monkeypatch):

@@ -119,6 +119,43 @@ def test_a_tpu_that_was_asked_for_is_not_taken_away():
         assert args.bf16 and args.tpu == bool(tpu)
 
 
+@pytest.mark.parametrize("kind", ["cached", soak("lazy")])
+def test_older_kinds_of_data_sets_are_refused(raw_corpus, tmp_path, kind):
+    words = ("-s", "src", "-t", "tgt", "--destdir", tmp_path, "--trainpref", raw_corpus / "train")
+    refused(
+        run("fairseq-preprocess", *words, "--dataset-impl", kind, check=False), "--dataset-impl"
+    )
+
+
+HUFFMAN = """
+from fairseq.data import huffman
+builder = huffman.HuffmanCodeBuilder()
+builder.add_symbols("a", "b", "a", "c")
+coder = builder.build_code()
+found = coder.decode(coder.encode(["a", "c", "b"]))
+assert [node.symbol for node in found] == ["a", "c", "b"]
+"""
+
+
+def test_huffman_codes_are_read_on_any_bitarray():
+    result = run_python(HUFFMAN)
+    assert result.returncode == 0, result.stdout
+
+
+@pytest.mark.soak
+def test_without_its_patch_they_are_not(tmp_path):
+    program = tmp_path / "program.py"
+    program.write_text(HUFFMAN)
+    assert run_without("find_last_bit", program).returncode
+
+
+@pytest.mark.soak
+def test_buckets_of_lengths_are_made_on_any_numpy(corpus, tmp_path):
+    more = ("--num-batch-buckets", 2, "--max-update", 1, "--disable-validation")
+    result = run("fairseq-train", corpus, "--save-dir", tmp_path, *TINY, *more, fresh=True)
+    assert "bucketing target lengths" in result.stdout
+
+
 @pytest.mark.soak
 def test_fairseq_score_reads_files_on_any_sacrebleu(tmp_path):
     texts = {"sys": "a b c d e\nf g h i\n", "ref": "a b c d e\nf g h x\n"}
@@ -126,10 +163,12 @@ def test_fairseq_score_reads_files_on_any_sacrebleu(tmp_path):
         (tmp_path / name).write_text(text)
     words = ("--sys", tmp_path / "sys", "--ref", tmp_path / "ref", "--sacrebleu")
     result = run("fairseq-score", *words)
+    by_sentence = run("fairseq-score", *words[:-1], "--sentence-bleu")
+    assert "BLEU4 = 100.00" in by_sentence.stdout
     sys, ref = (text.splitlines() for text in texts.values())
     assert f"BLEU = {sacrebleu.corpus_bleu(sys, [ref]).score:.2f}" in result.stdout
     (tmp_path / "ref").write_text(texts["ref"] + "one line more\n")
-    for more in ([], ["--sacrebleu"]):
+    for more in ([], ["--sacrebleu"], ["--sentence-bleu"]):
         fresh = not more  # as a shell starts it: the patches come while it is being imported
         given = (*words[:-1], *more)
         refused(run("fairseq-score", *given, fresh=fresh, check=False), "--sys and --ref")

@@ -108,6 +108,16 @@ def several(ranks, data, tmp_path_factory) -> Path:
     return folder / "checkpoint_last.pt"
 
 
+@pytest.mark.parametrize("model", ["trained", soak("several")])
+def test_the_folder_above_the_binarised_data_is_answered_with_it(data, tmp_path, request, model):
+    (tmp_path / "bin").symlink_to(data[0])
+    path = request.getfixturevalue(model)
+    output = ("--output", tmp_path / "new", "--cpu")
+    assert f"{tmp_path}/bin" in refusal("analyze", tmp_path, "--path", path, *output)
+    given = ["--user-dir", PLUGIN, "--path", path, "--cpu"]
+    refused(run("fairseq-generate", tmp_path, *given, check=False), tmp_path / "bin")
+
+
 def test_folders_of_data_have_one_dictionary(data, tmp_path):
     words = ["--user-dir", PLUGIN, "--save-dir", tmp_path, *MOE, "--cpu"]
     both = f"{data[0]}:{data[1]}"

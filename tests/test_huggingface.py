@@ -496,7 +496,10 @@ def test_the_card_has_the_runs_scores(trained, tmp_path):
     content = {"checkpoint": "checkpoint_best.pt", "generate": "--beam 5"}
     content["scores"] = {"src-tgt": score}
     (folder / "scores.json").write_text(json.dumps(content))
+    flags = {"method": "m", "dictionary": "d", "flags": {"--lr": "0.006", "--moe-stacked": ""}}
+    (folder / "identity.json").write_text(json.dumps(flags))
     card = (export(folder, tmp_path / "model") / "README.md").read_text()
+    assert "```\n--lr 0.006\n--moe-stacked\n```\n" in card
     assert "| src-tgt | 12.35 | 40.12 | 8 |\n" in card and "strata 4-4" in card
     assert "BLEU: `nrefs:1`; chrF++: `nc:6`\n" in card
     (code,) = re.findall(r"```python\n(.*?)```", card, re.DOTALL)

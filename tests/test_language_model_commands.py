@@ -197,6 +197,11 @@ def test_bad_flags_end_before_training(english, given):
         built(flags(english, "none", *given.split()))
 
 
+def test_a_model_with_an_encoder_is_refused(english, tmp_path):
+    arguments = flags(english, tmp_path / "new", "--arch", "smoe_transformer_tiny")
+    refused(run("fairseq-train", *arguments, check=False), "--task language_modeling")
+
+
 def test_fewer_words_to_predict_are_counted(english, tmp_path):
     """--decoder-embed-dim 32, of which the output projection has 50."""
     more = ("--output-dictionary-size", 50, "--no-share-decoder-input-output-embed")

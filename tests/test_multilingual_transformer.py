@@ -168,6 +168,11 @@ def test_what_does_not_go_together_is_one_sentence(three_languages, more):
         built(flags(three_languages, "none", *more.split()))
 
 
+def test_another_model_on_its_task_is_refused(three_languages, tmp_path):
+    arguments = flags(three_languages, tmp_path, "--arch", "smoe_transformer_tiny")
+    refused(run("fairseq-train", *arguments, check=False), "--task multilingual_translation")
+
+
 def test_on_another_task_it_is_refused(three_languages):
     with pytest.raises(UsageError, match="--arch smoe_multilingual_transformer"):
         built(on_pair(flags(three_languages, "none"), "aa-bb"))

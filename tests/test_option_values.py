@@ -15,10 +15,14 @@ REFUSED = """
     --seed 4294967296
     --num-workers -1
     --log-interval 0
+    --adam-betas (1,2)
     --adam-betas x
     --update-freq 1,-1
     --update-freq []
     --lr []
+    --optimizer adamax --adamax-betas 5
+    --optimizer-overrides 3
+    --eval-bleu-args [1]
     --distributed-world-size 0
     --max-tokens -1
     --max-update -1
@@ -31,11 +35,16 @@ REFUSED = """
     --finetune-from-model .
     --best-checkpoint-metric bleu
     --arch transfomer
+    --arch transformer_lm
+    --task multilingual_translation
 """  # by the table of bounds
 BAD = {line.strip(): line.split()[-2] for line in REFUSED.strip().splitlines()}
 if not torch.cuda.device_count():  # of which fairseq starts a process each
     BAD["--distributed-init-method tcp://127.0.0.1:1"] = "--distributed-init-method"
     BAD["--distributed-world-size 9000"] = "--distributed-world-size"
+    BAD["--distributed-world-size 2 --distributed-port 99"] = "--distributed-port"
+    BAD["--profile"] = "--profile"
+BAD["--cpu --fp16"] = "--fp16"
 BAD["--save-dir="] = "--save-dir"  # of an unset variable
 BAD["--valid-subset valid,train --combine-valid-subsets"] = "--valid-subset valid,train"
 BAD |= {  # by the words of what fairseq raises, in one line
@@ -71,7 +80,10 @@ UNTRANSLATED = {  # options that fairseq would ignore, or that end in a KeyError
         "--lm-path lm.pt": "--lm-path",
         "--bpe sentencepiece": "--sentencepiece-model",
     },
-    "fairseq-train": {f"{SAMPLED} --sampling-temperature -1": "--sampling-temperature -1.0"},
+    "fairseq-train": {
+        f"{SAMPLED} --sampling-temperature -1": "--sampling-temperature -1.0",
+        f"{SAMPLED} --sampling-weights {{'src-tgt':1}}": "--sampling-weights",
+    },
 }
 WITHOUT_EFFECT = {  # with another criterion
     "--criterion masked_lm": "",
@@ -121,6 +133,7 @@ def test_a_flag_that_cannot_be_parsed_is_named(monkeypatch, capsys, given, named
         ("{'smoe_exit_bais': 0.5}", "smoe_exit_bais"),
         ("{smoe_exit_bias: 0.5}", "{smoe_exit_bias"),
         ("not a dict", "not a dict"),
+        soak("[1]", "[1]"),
     ],
 )
 def test_overrides_that_change_nothing_are_named(corpus, post_norm, given, named):

@@ -29,24 +29,32 @@ _SETTINGS = (
 KINDS = ("epoch", "update")
 
 
-def average(paths: Sequence[Path]) -> dict:
+def average(paths: Sequence[Path], copies: bool = False) -> tuple[dict, list[Path]]:
     """The content of a checkpoint with the mean weights; everything else is from the last checkpoint.
 
     Means are in float32 at least. Integers have to be equal in all checkpoints, except for `COUNTS`,
-    which are those of the last one. One checkpoint is read at a time. Copies, such as fairseq makes under
-    other names, count once.
+    which are those of the last one. One checkpoint is read at a time.
+
+    Args:
+        copies: whether copies, such as fairseq makes under other names, are passed over.
+
+    Returns:
+        The content, and the checkpoints that count.
 
     Raises:
         UsageError: architectures or dictionaries differ, or a checkpoint has diverged or is damaged; the
-            message names it. Or there is only one.
+            message names it. Or there is a copy, or only one checkpoint.
     """
-    sums, owners, first, read = {}, {}, None, {}
-    state = None
+    sums, owners, first, state, read = {}, {}, None, None, {}
+    counted: dict[str, Path] = {}  # by fingerprint
     for path in tqdm(paths, "average", unit=" checkpoints"):
-        known, read[path.name] = set(read.values()), fingerprint(path)
-        if read[path.name] in known:
-            tqdm.write(f"{path} is a copy of another checkpoint, and counts once")
+        made = read[path.name] = fingerprint(path)
+        if made in counted and not copies:
+            raise UsageError(f"{path} is a copy of {counted[made]}: it would count twice")
+        if made in counted:
+            tqdm.write(f"{path} is a copy of {counted[made]}, and counts once")
             continue
+        counted[made] = path
         state = None  # free the previous one before reading the next
         state = sets.weights_of(path)
         if first is None:
@@ -54,16 +62,16 @@ def average(paths: Sequence[Path]) -> dict:
         else:
             _check_alike(paths[0], first, path, _outline(state))
         _add(sums, owners, path, state["model"])
-    if (number := len(set(read.values()))) < 2:
+    if len(counted) < 2:
         raise UsageError(f"{paths[0]} is one checkpoint: expected more, or a folder with --last N")
     last = state["model"]
     means = {
-        name: _mean(sums.pop(name), number, last[name])
+        name: _mean(sums.pop(name), len(counted), last[name])
         for name, owner in owners.items()
         if owner == name
     }
     state["model"] = {name: means[owners[name]] for name in last}
-    return {**state, MADE_OF: read}
+    return {**state, MADE_OF: read}, list(counted.values())
 
 
 def _add(sums: dict, owners: dict, path: Path, model: Mapping) -> None:
@@ -156,14 +164,21 @@ def add_average_arguments(parser: ArgumentParser) -> None:
 
 
 def run_average(args: Namespace) -> None:
-    paths = select(args.paths, args.last, args.by)
-    sets.check_output([f for path in paths for f in files_read(path)], [args.output], args.force)
-    state = average(paths)
+    made, paths = None, select(args.paths, args.last, args.by)
+    while made is None:
+        read = [file for path in paths for file in files_read(path)]
+        sets.check_output(read, [args.output], args.force)
+        try:
+            made = average(paths, copies=args.last is None)
+        except (UsageError, OSError):
+            before, paths = paths, select(args.paths, args.last, args.by)
+            if paths == before:  # else training has replaced some of them meanwhile
+                raise
+    state, counted = made
     sets.write_converted(state, args.output, args.force)
-    number = len(set(state[MADE_OF].values()))
-    print(f"{args.output}: mean of {number} checkpoints, {paths[0]} to {paths[-1]}")
+    print(f"{args.output}: mean of {len(counted)} checkpoints, {counted[0]} to {counted[-1]}")
     if any(name.endswith(COUNTS) for name in state["model"]):
-        print(f"the step counts (*{COUNTS}) are those of {paths[-1]}")
+        print(f"the step counts (*{COUNTS}) are those of {counted[-1]}")
 
 
 def select(paths: Sequence[Path], last: int | None, by: str | None) -> list[Path]:
@@ -178,6 +193,8 @@ def select(paths: Sequence[Path], last: int | None, by: str | None) -> list[Path
             raise UsageError(f"--by {by}: expected --last with it, and a run's folder")
         if folders:
             raise UsageError(f"{folders[0]} is a folder: add --last N, or name its files")
+        if twice := next((path for path in paths if paths.count(path) > 1), None):
+            raise UsageError(f"{twice} is named twice: it would count twice")
         # A shell's * expands to all files of a set.
         sets_and_files = (path if rank_of(path) is None else set_name(path) for path in paths)
         return list(dict.fromkeys(sets_and_files))

@@ -20,7 +20,7 @@ from smoe_fairseq.checkpoints.trained_with import dictionary_mismatch
 from smoe_fairseq.compat.patches_training import STOCK_LAYER_COPIES
 from smoe_fairseq.errors import UsageError
 from smoe_fairseq.files import read_plain, whole_folder
-from smoe_fairseq.forms import SCORES, read_json
+from smoe_fairseq.forms import IDENTITY, SCORES, read_json
 from smoe_fairseq.models.options import SMoETransformerConfig
 from smoe_fairseq.modules.losses import parse_weights
 from smoe_fairseq.subwords import checked_subwords, has_nmt_pieces
@@ -291,7 +291,7 @@ model = AutoModelForSeq2SeqLM.from_pretrained("{output.name}")
 print(tokenizer.batch_decode(model.generate(**batch{forced}), skip_special_tokens=True))
 ```
 
-{_scores(checkpoint)}"""
+{_scores(checkpoint)}{_training(checkpoint.parent)}"""
 
 
 def _scores(path: Path) -> str:
@@ -316,3 +316,13 @@ def _scores(path: Path) -> str:
     names = ["direction", "BLEU", *others, "sentences"]
     table = "\n".join([f"| {' | '.join(names)} |", "|---" * len(names) + "|", *rows])
     return f"Scores of `{checkpoint}`, with `{search}`:\n\n{table}\n\n{'; '.join(signatures)}\n"
+
+
+def _training(run: Path) -> str:
+    """The flags with which a recipe trained the run; empty if no recipe did."""
+    try:
+        flags = read_json(run / "identity.json", IDENTITY)["flags"]
+    except UsageError:
+        return ""
+    lines = [f"{name} {value}".rstrip() for name, value in flags.items()]
+    return "\n".join(["\nHow it was trained:\n", "```", *lines, "```", ""])

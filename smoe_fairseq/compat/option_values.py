@@ -4,9 +4,12 @@ For fairseq 0.12.2 on any Python. A negative ``--max-update`` saves an untrained
 never reached, and a mistyped ``--restore-file`` trains from the beginning.
 """
 
+import json
 import logging
 import math
 import os
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from smoe_fairseq.errors import UsageError, nearest
@@ -14,7 +17,7 @@ from smoe_fairseq.errors import UsageError, nearest
 from .checkpoint_names import newest_checkpoint, rank_files
 from .patches import is_fairseq_command
 from .replacing import patches
-from .safe_load import check_exists
+from .safe_load import check_exists, evaluate
 
 logger = logging.getLogger(__name__)
 
@@ -33,14 +36,26 @@ _BOUNDS = {  # lowest and highest values of options, or of the elements if an op
     (0, math.inf): "optimization.clip_norm optimization.lr optimization.stop_time_hours "
     "optimizer.adam_eps optimizer.weight_decay generation.max_len_a",
 }
+_DICTIONARIES = {  # how they are read: an example for a shell, and the options
+    evaluate: (
+        "\"{'name': 0.5}\"",
+        "common_eval.model_overrides checkpoint.optimizer_overrides lr_scheduler.epoch2lr "
+        "lr_scheduler.update2lr",
+    ),
+    json.loads: ("'{\"name\": 0.5}'", "task.eval_bleu_args task.eval_bleu_detok_args"),
+}
 
 
 @patches("fairseq.dataclass.utils:convert_namespace_to_omegaconf")
 def check_generation(original, args):
     """For commands that do not use `call_main`, such as ``fairseq-generate``, and what precedes it."""
+    import torch
+
     cfg = original(args)
     if is_fairseq_command() and cfg.get("optimizer") is None:
         check_options(cfg)
+    elif is_fairseq_command() and cfg.common.profile and not torch.cuda.is_available():
+        raise UsageError("--profile: expected a machine with a GPU")
     return cfg
 
 
@@ -49,14 +64,21 @@ def check_values(call_main, cfg, *others, **options):
     check_options(cfg)
     import torch
 
-    distributed = cfg.distributed_training
+    distributed, common = cfg.distributed_training, cfg.common
+    on_cpu = not common.tpu and (common.cpu or not torch.cuda.is_available())
+    works = common.memory_efficient_fp16 or common.fp16_no_flatten_grads
+    if on_cpu and common.fp16 and not works and cfg.get("optimizer"):
+        raise UsageError("--fp16 on a CPU: expected --fp16-no-flatten-grads with it, or --bf16")
+    spawns = not (distributed.distributed_no_spawn or common.tpu or torch.cuda.device_count())
+    method, port = distributed.distributed_init_method, distributed.distributed_port
     several = distributed.distributed_world_size > 1 and "RANK" not in os.environ
-    spawns = not (distributed.distributed_no_spawn or cfg.common.tpu or torch.cuda.device_count())
-    if spawns and (distributed.distributed_init_method or several):
-        flag = "init-method" if distributed.distributed_init_method else "world-size"
+    in_slurm = "SLURM_STEP_NODELIST" in os.environ or "SLURM_JOB_NODELIST" in os.environ
+    if several and port > 0 and not (method or in_slurm):
+        raise UsageError(f"--distributed-port {port}: expected --distributed-init-method, or SLURM")
+    if spawns and (method or several and port <= 0):
         raise UsageError(
-            f"--distributed-{flag}: fairseq starts a process for each GPU, and this machine has none; "
-            "expected torchrun, or --distributed-no-spawn with a rank"
+            f"--distributed-{'init-method' if method else 'world-size'}: fairseq starts a process for each "
+            "GPU, and this machine has none; expected torchrun, or --distributed-no-spawn with a rank"
         )
     return call_main(cfg, *others, **options)
 
@@ -76,6 +98,15 @@ def check_options(cfg) -> None:
     window, sample = _value(cfg, "eval_lm.context_window"), _value(cfg, "task.tokens_per_sample")
     if window and window >= sample:
         raise UsageError(f"--context-window {window}: expected below --tokens-per-sample {sample}")
+    for option in ("adam_betas", "adamax_betas", "lamb_betas", "adafactor_eps"):
+        pair = _value(cfg, name := f"optimizer.{option}")
+        if pair is not None and not _is_pair(pair):
+            raise UsageError(f"{_flag(name)} {pair}: expected two numbers below 1, '(0.9, 0.98)'")
+    for read, (example, names) in _DICTIONARIES.items():
+        for name in names.split():
+            text = _value(cfg, name)
+            if isinstance(text, str) and not isinstance(_literal(text, read), dict):
+                raise UsageError(f"{_flag(name)} {text}: expected a dictionary, as {example}")
     subset = _value(cfg, "dataset.valid_subset")
     if _value(cfg, "dataset.combine_valid_subsets") and subset != "valid":
         raise UsageError(f"--valid-subset {subset}: --combine-valid-subsets expects valid")
@@ -150,3 +181,17 @@ def _value(cfg, name: str):
 
 def _flag(name: str) -> str:
     return "--" + name.partition(".")[2].replace("_", "-")
+
+
+def _literal(value: str, read: Callable = evaluate):
+    """The value of a literal; None if the text is not a literal."""
+    with suppress(ValueError):
+        return read(value)
+
+
+def _is_pair(value) -> bool:
+    try:
+        first, second = _literal(value) if isinstance(value, str) else value
+        return 0 <= first < 1 and 0 <= second < 1
+    except (TypeError, ValueError):
+        return False

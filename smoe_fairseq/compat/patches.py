@@ -213,6 +213,7 @@ def _set_task(parser: argparse.ArgumentParser, args: Namespace) -> None:
 def use_task_of_checkpoint(original, parser, input_args=None, *others, **options):
     """Set ``--task`` and check ``--arch`` before arguments are parsed."""
     from fairseq.models import ARCH_MODEL_REGISTRY
+    from fairseq.tasks import TASK_REGISTRY
     from fairseq.utils import import_user_module
 
     early = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
@@ -223,6 +224,8 @@ def use_task_of_checkpoint(original, parser, input_args=None, *others, **options
     import_user_module(args)
     _set_task(parser, args)
     _refuse_unknown("--arch", args.arch, ARCH_MODEL_REGISTRY)
+    if args.arch and is_fairseq_command():
+        _check_pair(args.arch, TASK_REGISTRY.get(args.task or parser.get_default("task")))
     return original(parser, input_args, *others, **options)
 
 
@@ -236,6 +239,8 @@ def name_unknown_model(original, cfg, task, from_checkpoint=False):
 
     name = getattr(cfg, "_name", None) or getattr(cfg, "arch", None)
     _refuse_unknown("--arch", name, ARCH_MODEL_REGISTRY, MODEL_DATACLASS_REGISTRY)
+    if not from_checkpoint:
+        _check_pair(name, type(task))
     return original(cfg, task, from_checkpoint)
 
 
@@ -246,6 +251,30 @@ def name_unknown_task(original, cfg, **options):
     name = getattr(cfg, "task", None) or getattr(cfg, "_name", None)
     _refuse_unknown("--task", name, TASK_REGISTRY)
     return original(cfg, **options)
+
+
+_TASKS = {  # kind of model: tasks that train only this kind
+    "FairseqEncoderDecoderModel": ("translation", "translation_multi_simple_epoch"),
+    "FairseqEncoderModel": ("masked_lm",),
+    "FairseqLanguageModel": ("language_modeling",),
+    "FairseqMultiModel": ("multilingual_translation",),
+}
+
+
+def _check_pair(arch: str | None, task: type | None) -> None:
+    """Raise UsageError if a model and a task of fairseq or this package are of different kinds."""
+    from fairseq import models, tasks
+
+    model = models.ARCH_MODEL_REGISTRY.get(arch) or models.MODEL_REGISTRY.get(arch)
+    packages = {getattr(each, "__module__", "").partition(".")[0] for each in (model, task)}
+    if not packages <= {"fairseq", "smoe_fairseq"}:
+        return
+    classes = {names: tuple(map(tasks.TASK_REGISTRY.get, names)) for names in _TASKS.values()}
+    fitting = [names for kind, names in _TASKS.items() if issubclass(model, getattr(models, kind))]
+    requested = [names for names in classes if issubclass(task, classes[names])]
+    if fitting and requested and fitting != requested:
+        fits, given = (" or ".join(names[0]) for names in (fitting, requested))
+        raise UsageError(f"--arch {arch}: expected --task {fits}, or a model for --task {given}")
 
 
 def _refuse_unknown(flag: str, name, *registries: Mapping) -> None:

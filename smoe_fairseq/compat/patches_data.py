@@ -7,6 +7,7 @@ import os
 import re
 import weakref
 from contextlib import suppress
+from glob import escape, glob
 from types import ModuleType, SimpleNamespace
 
 from smoe_fairseq.errors import UsageError, naming_file
@@ -17,15 +18,28 @@ from .replacing import patches
 
 logger = logging.getLogger(__name__)
 
-# Refuses FASTA files.
+# Refuses kinds of data sets whose code fails, or runs a shell.
 #
-# For fairseq 0.12.2 on any Python. ``--dataset-impl fasta`` inserts the file's name, which may come from a
-# checkpoint, into a shell command.
+# For fairseq 0.12.2 on any Python. Training reads past the cache of the older formats (``lazy``,
+# ``cached``), and ``fasta`` inserts the file's name, which may come from a checkpoint, into a shell command.
 
 
-@patches("fairseq.data.fasta_dataset:FastaDataset.__init__")
-def refuse_fasta(_, data, path, *others, **options):
-    raise UsageError(f"{path}: --dataset-impl fasta; expected mmap")
+@patches("fairseq.data.indexed_dataset")
+def refuse_older_kinds(indexed_dataset: ModuleType) -> None:
+    """Only in fairseq's commands: other programs may use these classes."""
+    for kind in (indexed_dataset.IndexedDataset, indexed_dataset.IndexedDatasetBuilder):
+        kind.__new__ = staticmethod(_make)
+
+
+@patches("fairseq.data.fasta_dataset")
+def refuse_fasta(fasta_dataset: ModuleType) -> None:
+    fasta_dataset.FastaDataset.__new__ = staticmethod(_make)
+
+
+def _make(cls: type, path: str = "", *_, **__):
+    if "Fasta" in cls.__name__ or is_fairseq_command():
+        raise UsageError(f"{path}: cut off, or --dataset-impl lazy, cached or fasta; expected mmap")
+    return object.__new__(cls)
 
 
 # Joins the bytes of sentencepiece's byte fallback to characters.
@@ -92,10 +106,25 @@ def read_plain_data(original, prefix_path):
     return path
 
 
+def _refuse_folder_above(folder: str) -> None:
+    """Raise UsageError for a data set's folder in place of its ``bin``, which has the binarised data."""
+    inside = os.path.join(folder, "bin")
+    if glob(f"{escape(inside)}/dict.*.txt") and not glob(f"{escape(folder)}/dict.*.txt"):
+        raise UsageError(f"{folder} has no dict.*.txt: expected the binarised data in {inside}")
+
+
+@patches("fairseq.data.data_utils:infer_language_pair")
+def infer_pair_of_binarised(original, path):
+    _refuse_folder_above(path)
+    return original(path)
+
+
 @patches("fairseq.data.dictionary:Dictionary.load")
 def name_dictionary(original, cls, f):
     if not isinstance(f, str):
         return original(cls, f)
+    if not os.path.exists(f):
+        _refuse_folder_above(os.path.dirname(f))
     check_plain(f)
     with naming_file(f, "it"):
         try:
@@ -105,6 +134,28 @@ def name_dictionary(original, cls, f):
         if any(symbol.startswith("\ufeff") for symbol in loaded.symbols):
             raise ValueError("begins with a byte order mark")
         return loaded
+
+
+@patches(
+    "fairseq.data.multilingual.multilingual_data_manager:"
+    "MultilingualDatasetManager.get_sampling_ratios"
+)
+def name_weights(original, manager, parameters, datasets, *others, **options):
+    given = manager.args.sampling_weights or manager.args.sampling_weights_from_file
+    try:
+        return original(manager, parameters, datasets, *others, **options)
+    except KeyError as error:
+        if not given:
+            raise
+        expected = ", ".join(key for key, _ in datasets)
+        raise UsageError(f"--sampling-weights lacks {error}: expected {expected}") from None
+
+
+@patches("fairseq.file_chunker_utils:find_offsets")
+def name_workers(original, filename, num_chunks):
+    if num_chunks < 1:
+        raise UsageError(f"--workers {num_chunks}: expected a number of at least 1")
+    return original(filename, num_chunks)
 
 
 # Takes a path with a colon as one path if it exists.
@@ -119,23 +170,50 @@ def keep_existing_path(original, paths, *separator):
 
 # Gives fairseq's modules what newer libraries lack.
 #
-# For fairseq 0.12.2 and numpy 2, which has no ``np.compat.long`` (language models with ``--sample-break-mode
-# eos``), and sacreBLEU 2, which takes lists but not open files (``fairseq-score --sacrebleu``).
+# For fairseq 0.12.2 and bitarray 3, whose ``util.rindex`` is a method now (``--dataset-impl huffman``),
+# numpy 2, which has no ``np.compat.long`` (language models with ``--sample-break-mode eos``) and another name
+# for a percentile's ``interpolation`` (both: ``--num-batch-buckets``), and sacreBLEU 2, which takes lists but
+# not open files (``fairseq-score --sacrebleu``).
 
 
+@patches("fairseq.data.huffman.huffman_coder")
+def find_last_bit(huffman_coder: ModuleType) -> None:
+    if not hasattr(huffman_coder.util, "rindex"):
+        find = huffman_coder.bitarray.find
+        huffman_coder.util = SimpleNamespace(rindex=functools.partial(find, right=True))
+
+
+@patches("fairseq.data.language_pair_dataset")
 @patches("fairseq.data.token_block_dataset")
-def keep_long(token_block_dataset: ModuleType) -> None:
-    if not hasattr(numpy := token_block_dataset.np, "compat"):
-        token_block_dataset.np = ModuleType("numpy")
+def keep_long(module: ModuleType) -> None:
+    if not hasattr(numpy := module.np, "compat"):
+        module.np = ModuleType("numpy")
         # numpy loads some of its parts when they are asked for.
-        token_block_dataset.np.__getattr__ = functools.partial(getattr, numpy)
-        token_block_dataset.np.compat = SimpleNamespace(long=int)
+        module.np.__getattr__ = functools.partial(getattr, numpy)
+        module.np.compat = SimpleNamespace(long=int)
+
+
+@patches("fairseq.data.data_utils:get_buckets")
+def take_lower_percentiles(original, sizes, count: int):
+    import numpy
+
+    percents = numpy.linspace(0, 100, count + 1)[1:]
+    return numpy.unique(numpy.percentile(sizes, percents, method="lower"))
 
 
 @patches("sacrebleu:corpus_bleu")
 def read_open_files(original, hypotheses, references, *arguments, **options):
     hypotheses, *references = _lines_of(hypotheses, *references)
     return original(hypotheses, references, *arguments, **options)
+
+
+# Lets ``fairseq-score --sentence-bleu`` make a scorer: for fairseq 0.12.2, which passes numbers for a config.
+
+
+@patches("fairseq.scoring.bleu:Scorer.__init__")
+def take_numbers(original, scorer, *config):
+    numbers = SimpleNamespace(**dict(zip(("pad", "eos", "unk"), config)))
+    original(scorer, numbers if len(config) == 3 else config[0])
 
 
 # Scores all of a text or none of it.

@@ -9,6 +9,7 @@ from pathlib import Path
 from transformers import PreTrainedTokenizer
 
 from smoe_fairseq.errors import UsageError
+from smoe_fairseq.forms import read_json
 from smoe_fairseq.subwords import (
     BEGINS_WORD,
     check_order,
@@ -98,6 +99,24 @@ class SMoETokenizer(PreTrainedTokenizer):
             **options,
         )
         self.src_lang, self.tgt_lang = src_lang, tgt_lang
+        self._check_rows()
+
+    def _check_rows(self) -> None:
+        """Raise UsageError unless the model in the same folder, if any, has a row per token."""
+        if not (config := Path(self.files["vocab_file"]).with_name("config.json")).is_file():
+            return
+        sizes = read_json(config, {f"{n}vocab_size?": (None, int) for n in ("", "source_")})
+        if not (target := sizes.get("vocab_size")):
+            return
+        # Embeddings may be resized later for tokens that were added, and may get more rows then.
+        added = len(self._added())
+        rows = {"vocab.json": sizes.get("source_vocab_size") or target, "target_vocab.json": target}
+        for (name, number), symbols in zip(rows.items(), (self.source, self.target)):
+            if number != len(symbols) + added and not (added and number >= len(symbols)):
+                raise UsageError(
+                    f"{config.with_name(name)} has {len(symbols)} entries, and the embeddings {number}; "
+                    "expected as many"
+                )
 
     def __setattr__(self, name: str, value) -> None:
         if name in ("src_lang", "tgt_lang"):
