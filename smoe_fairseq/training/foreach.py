@@ -9,7 +9,6 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 
 import torch
-from fairseq import utils
 from torch import Tensor
 
 from smoe_fairseq.compat.replacing import replaces
@@ -132,23 +131,6 @@ def multiply_together(_, optimizer, c):
             by_device.setdefault(p.grad.device, []).append(p.grad.data)
     for device, gradients in by_device.items():
         torch._foreach_mul_(gradients, c.to(device).reshape(()) if torch.is_tensor(c) else c)
-
-
-@replaces("fairseq.utils:clip_grad_norm_")
-@torch.no_grad()
-def norm_together(original, params, max_norm, aggregate_norm_fn=None):
-    """fairseq's function is used with apex and FSDP, which have their own kernels."""
-    params = [params] if torch.is_tensor(params) else list(params)
-    present = [p for p in params if p is not None and p.grad is not None]
-    shared = [p.grad for p in present if not hasattr(p, "expert")]
-    one_kind = len({(g.device, g.dtype) for g in shared}) == 1
-    if aggregate_norm_fn or utils.multi_tensor_l2norm_available or not one_kind:
-        return original(params, max_norm, aggregate_norm_fn)
-    norm = torch.norm(torch.stack(torch._foreach_norm(shared, 2, dtype=torch.float32)))
-    if max_norm > 0:
-        factor = (float(max_norm) / (norm + 1e-6)).clamp_(max=1)
-        torch._foreach_mul_([p.grad for p in present], factor)
-    return norm
 
 
 # Copies between half-precision and float32 parameters.

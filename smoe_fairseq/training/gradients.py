@@ -5,8 +5,9 @@ from itertools import chain
 
 import torch
 import torch.distributed as dist
+from fairseq import utils
 from torch import Tensor
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 
 from smoe_fairseq.compat.replacing import replaces
@@ -57,16 +58,24 @@ def _norm(gradients: list[Tensor]) -> Tensor:
 
 @replaces("fairseq.utils:clip_grad_norm_")
 @torch.no_grad()
-def norm_over_all_experts(original, params, max_norm, aggregate_norm_fn=None):
-    """Include expert parameters in the norm. fairseq leaves them out, so clipping would miss them."""
-    if not isinstance(aggregate_norm_fn, ExpertNorm):
+def clip_together(original, params, max_norm, aggregate_norm_fn=None):
+    """With few kernels, and with sharded experts, which fairseq would leave out of the norm and not clip.
+
+    fairseq's function is used with apex and FSDP, which have their own kernels.
+    """
+    params = [params] if torch.is_tensor(params) else list(params)
+    present = [p for p in params if p is not None and p.grad is not None]
+    shared = [p.grad for p in present if not hasattr(p, "expert")]
+    one_kind = len({(g.device, g.dtype) for g in shared}) == 1
+    if isinstance(aggregate_norm_fn, ExpertNorm):
+        norm = aggregate_norm_fn(shared, [p.grad for p in params if hasattr(p, "expert")])
+    elif aggregate_norm_fn or utils.multi_tensor_l2norm_available or not one_kind:
         return original(params, max_norm, aggregate_norm_fn)
-    params = list(params)
-    experts = [p.grad for p in params if hasattr(p, "expert")]
-    shared = [p.grad for p in params if p.grad is not None and not hasattr(p, "expert")]
-    norm = aggregate_norm_fn(shared, experts)
+    else:
+        norm = torch.norm(torch.stack(torch._foreach_norm(shared, 2, dtype=torch.float32)))
     if max_norm > 0:
-        clip_grads_with_norm_([p for p in params if p.grad is not None], max_norm, norm)
+        factor = (float(max_norm) / (norm + 1e-6)).clamp_(max=1)
+        torch._foreach_mul_([p.grad for p in present], factor)
     return norm
 
 

@@ -11,8 +11,14 @@ from torch import Tensor, nn
 
 from smoe_fairseq.checkpoints import reading, trained_with
 from smoe_fairseq.checkpoints.sets import same_bits
-from smoe_fairseq.compat import checkpoint_names
-from smoe_fairseq.compat.checkpoint_names import rank_files
+from smoe_fairseq.compat.checkpoint_names import (
+    PENDING,
+    pending,
+    rank_file,
+    rank_files,
+    rank_of,
+    set_name,
+)
 from smoe_fairseq.compat.replacing import replaces
 from smoe_fairseq.errors import UsageError
 from smoe_fairseq.models.transformer import first_block
@@ -57,7 +63,7 @@ def _sets(trainer):
     class PublishedPaths(paths):
         @staticmethod
         def copy(source, target, overwrite=False):
-            paths.copy(source, str(checkpoint_names.pending(target)), overwrite)
+            paths.copy(source, str(pending(target)), overwrite)
             publish(target)
             return True
 
@@ -67,9 +73,7 @@ def _sets(trainer):
         files = launch.broadcast(list_paths(path, pattern, keep_match) if rank == 0 else None)
 
         def own(file: str) -> str:
-            return os.path.join(
-                path, checkpoint_names.rank_file(checkpoint_names.set_name(file), rank).name
-            )
+            return os.path.join(path, rank_file(set_name(file), rank).name)
 
         return [(own(file), match) for file, match in files] if keep_match else [*map(own, files)]
 
@@ -90,12 +94,12 @@ def new_save_name() -> str:
 
 def publish(path: str) -> None:
     """Rename the pending file to ``path`` when all ranks have written theirs. A collective call."""
-    with open(checkpoint_names.pending(path), "rb") as file:
+    with open(pending(path), "rb") as file:
         os.fsync(file.fileno())
-    names = {checkpoint_names.set_name(each).name for each in launch.all_gather(path)}
+    names = {set_name(each).name for each in launch.all_gather(path)}
     if len(names) > 1:
         raise UsageError(f"the ranks save different files: {', '.join(sorted(names))}")
-    os.replace(checkpoint_names.pending(path), path)
+    os.replace(pending(path), path)
 
 
 def recover(folder: Path, place: Placement) -> None:
@@ -104,31 +108,28 @@ def recover(folder: Path, place: Placement) -> None:
     A collective call. Files of a set for another number of ranks are not touched.
     """
     own = [
-        checkpoint_names.set_name(file).name
-        for file in (folder.glob(f"*{checkpoint_names.PENDING}") if folder.is_dir() else ())
-        if checkpoint_names.rank_of(file) == place.rank
+        set_name(file).name
+        for file in (folder.glob(f"*{PENDING}") if folder.is_dir() else ())
+        if rank_of(file) == place.rank
     ]
     for name in sorted({name for names in launch.all_gather(own) for name in names}):
-        file = checkpoint_names.rank_file(folder / name, place.rank)
-        final = pending = message = None
+        file = rank_file(folder / name, place.rank)
+        final = waiting = message = None
         try:
-            final, pending = (
-                reading.record_of(file),
-                reading.record_of(checkpoint_names.pending(file)),
-            )
+            final, waiting = reading.record_of(file), reading.record_of(pending(file))
         except UsageError as error:  # the file may be intact, so nothing must be removed
             message = str(error)
         launch.refuse_together(message)
-        gathered = launch.all_gather([record for record in (final, pending) if record])
+        gathered = launch.all_gather([record for record in (final, waiting) if record])
         if any(r.world_size != place.world_size for records in gathered for r in records):
             continue
         newest = reading.newest_whole([{r.save for r in records} for records in gathered])
         if newest is None and len(set(launch.all_gather(final and final.save))) > 1:
             continue  # no set is complete: the user decides which files to keep
-        if newest and pending and pending.save == newest and not (final and final.save == newest):
-            os.replace(checkpoint_names.pending(file), file)
+        if newest and waiting and waiting.save == newest and not (final and final.save == newest):
+            os.replace(pending(file), file)
         else:
-            checkpoint_names.pending(file).unlink(missing_ok=True)
+            pending(file).unlink(missing_ok=True)
     for partial in folder.glob(f"*-rank-{place.rank}.pt*.tmp") if folder.is_dir() else ():
         partial.unlink()
 
@@ -145,7 +146,7 @@ def load_sets(original, cfg, trainer, **options):
     if place is not None:
         folder = Path(cfg.save_dir)
         recover(folder, place)
-        last = checkpoint_names.rank_file(folder / DEFAULT, place.rank)
+        last = rank_file(folder / DEFAULT, place.rank)
         files = launch.all_gather((str(last), last.exists(), reading.record_of(last)))
         if cfg.restore_file == DEFAULT and len({exists for _, exists, _ in files}) > 1:
             for file, _, record in files:
@@ -165,9 +166,7 @@ def check_files(trainer, path: Path, reset_optimizer: bool) -> None:
     if place is None:
         if first_block(trainer.get_model()) is not None:
             _check_unsharded(trainer, path)
-    elif (
-        checkpoint_names.rank_of(path) is None
-    ):  # --finetune-from-model: each rank selects its experts
+    elif rank_of(path) is None:  # --finetune-from-model: each rank selects its experts
         if path.exists() and not reset_optimizer:
             raise UsageError(f"{path} is of one rank: divide it first with smoe reshard")
     else:
@@ -245,7 +244,7 @@ def _check_sharded(trainer, path: Path, place) -> None:
         except UsageError as error:
             own = str(error)
     records = launch.all_gather((str(path), own))
-    name = checkpoint_names.set_name(records[0][0])
+    name = set_name(records[0][0])
     if all(record is None for _, record in records):
         return _check_new_run(trainer, records[0][0])
     for file, record in records:
@@ -260,11 +259,9 @@ def _check_sharded(trainer, path: Path, place) -> None:
 
 def _check_new_run(trainer, path: str) -> None:
     """Raise UsageError if no rank has a file, but the user seems to resume a run."""
-    name = checkpoint_names.set_name(path)
-    if checkpoint_names.rank_of(name) is not None:
-        raise UsageError(
-            f"{name} is the file of one rank: expected {checkpoint_names.set_name(name)}"
-        )
+    name = set_name(path)
+    if rank_of(name) is not None:
+        raise UsageError(f"{name} is the file of one rank: expected {set_name(name)}")
     if name.exists():
         raise UsageError(
             f"{name} is of one rank: divide it with smoe reshard {name} --world-size "
