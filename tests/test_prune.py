@@ -329,6 +329,3 @@ def test_a_set_is_consolidated_first(trained, small_corpus, tmp_path):
     assert contents(tmp_path) == before
     call("consolidate", tmp_path / "set.pt", "--output", tmp_path / "whole.pt")
     prune(small_corpus, tmp_path / "whole.pt", tmp_path / "pruned.pt", "--keep", 0.5)
-
-
-# A disk without room, and a kill
