@@ -77,7 +77,7 @@ RECIPES = {
 STEPS = {
     "fetch": Command("data.download:fetch", "step: download the raw files"),
     "unpack": Command("data.download:unpack", "step: the archives' files that are needed"),
-    "adopt": Command("data.binarise:adopt", "step: binarised text as it is"),
+    "adopt": Command("data.adopt:adopt", "step: binarised text as it is"),
     "gather": Command("data.prepare:gather", "step: one text layout"),
     "adapt": Command("data.adapt:adapt", "step: pretrained model with this data set's subwords"),
     "learn": Command("data.subwords:learn", "step: sentencepiece model"),

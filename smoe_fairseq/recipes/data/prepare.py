@@ -16,7 +16,7 @@ from smoe_fairseq.languages import spelled_twice
 from smoe_fairseq.recipes import pretrained
 from smoe_fairseq.recipes.commands import CommandParser, Step, add_subword_options
 from smoe_fairseq.recipes.data import raw
-from smoe_fairseq.recipes.data.binarise import binarised_folder
+from smoe_fairseq.recipes.data.adopt import binarised_folder
 from smoe_fairseq.recipes.data.checks import print_checks
 from smoe_fairseq.recipes.data.download import remote_files
 from smoe_fairseq.recipes.datasets import Dataset, naming_settings
