@@ -537,22 +537,18 @@ def test_two_evaluations_of_a_run_are_not_made_at_once(unevaluated):
 # In the place of unbabel-comet's program, whose model cannot be had in a test: the flags that it
 # takes and the file that it writes are as in its version 2.2.7.
 COMET_SCORE = """#!{python}
-import argparse, json, pathlib
+import json, sys
 
-parser = argparse.ArgumentParser(allow_abbrev=False)
-for flags in (("-s", "--sources"), ("-t", "--translations"), ("-r", "--references"), ("--model",)):
-    parser.add_argument(*flags, required=True)
-parser.add_argument("--gpus", type=int, default=1)
-parser.add_argument("--quiet", action="store_true")
-parser.add_argument("--to_json", required=True)
-given = parser.parse_args()
-pathlib.Path("comet_runs").open("a").write(f"{{given.model}} {{given.gpus}}\\n")
-texts = [open(f).readlines() for f in (given.sources, given.translations, given.references)]
+words = [word for word in sys.argv[1:] if word != "--quiet"]
+given = dict(zip(words[::2], words[1::2], strict=True))
+open("comet_runs", "a").write(f"{{given['--model']}} {{given.get('--gpus', 1)}}\\n")
+texts = [open(given.pop(flag)).readlines() for flag in ("-s", "-t", "-r")]
 segments = [dict(zip(("src", "mt", "ref"), map(str.strip, words))) for words in zip(*texts)]
 for segment in segments:
     source, translation, reference = (len(segment[part]) for part in ("src", "mt", "ref"))
     segment["COMET"] = {worth} * source / (source + translation + 2 * reference + 1)
-json.dump({{given.translations: segments}}, open(given.to_json, "w"))
+json.dump({{"translations": segments}}, open(given.pop("--to_json"), "w"))
+assert given.keys() <= {{"--model", "--gpus"}}
 print("score: 1.0")
 """
 

@@ -152,7 +152,8 @@ def side_by_side(dataset: Dataset, metric: str = scores.BLEU) -> Grid:
         usable = [Column(c.name, None) if mixed & {*(c.directions or ())} else c for c in parts]
         each = [[average(result, c, metric) for c in usable] for result in scored.values()]
         bleu = [_over_seeds(statistics.fmean, values) for values in zip(*each, strict=True)]
-        cost = system_costs(dataset, name, flags=identity.flags_of(folder / next(iter(scored))))
+        flags = identity.record(folder / next(iter(scored))).get("flags")
+        cost = system_costs(dataset, name, flags=flags)
         count = f", mean of {len(scored)} seeds" if len(scored) > 1 else ""
         label = [name, f"ours{count}"] if paper else [f"{name}{count}"]
         rows.append([*label, *_cells(cost, bleu)])

@@ -240,7 +240,7 @@ def _check_model(evaluation: Evaluation) -> None:
     with quietly():
         from smoe_fairseq.analysis.cost import ARCHITECTURES, config_of, parse_model  # fairseq
         from smoe_fairseq.recipes.cost import saved_model, words_of
-    flags = identity.flags_of(evaluation.folder)
+    flags = identity.record(evaluation.folder).get("flags", {})
     if flags.get("--arch") not in ARCHITECTURES:  # a run without an identity, or a model of fairseq
         return
     own = config_of(parse_model(words_of(flags)))

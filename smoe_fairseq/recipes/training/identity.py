@@ -171,7 +171,7 @@ def differing(runs: Sequence[Path], left_out: Collection[str] = ()) -> list[str]
 
 
 def record(run: Path) -> dict:
-    """The identity of a run that has ended, for `other_settings`; without content if its folder has none."""
+    """The identity of a run, for `other_settings`; without content if its folder has none."""
     return _read(run / FILE) if (run / FILE).exists() else {}
 
 
@@ -268,11 +268,6 @@ def _dictionary(data: Path) -> str:
 
 def _write(file: Path, content: dict) -> None:
     write_whole(file, json.dumps(content, indent=2) + "\n")
-
-
-def flags_of(run: Path) -> dict[str, str]:
-    """The flags of a run with their values; empty if its folder has no identity."""
-    return _read(run / FILE)["flags"] if (run / FILE).exists() else {}
 
 
 def _last_save(folder: Path) -> str:

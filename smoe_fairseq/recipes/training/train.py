@@ -240,7 +240,7 @@ def _adapt_flags(
         notes.append(f"# {launch.processes} {each} on the CPU")
     elif launch.settings.dry_run and launch.launcher == "torchrun":
         notes.append("# on a machine without a GPU, --cpu --distributed-backend gloo replaces fp16")
-    resumed = identity.flags_of(folder) if identity.is_saved(folder) else {}
+    resumed = identity.record(folder).get("flags") if identity.is_saved(folder) else None
     longest = longest_sentence(Folders(dataset).binary)
     longest = longest or flags.get("max-source-positions") or 1
     least = min(longest, most_positions(flags, extra))
