@@ -11,7 +11,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from itertools import accumulate
 from pathlib import Path
@@ -128,17 +128,18 @@ def memory_of(
     """
     step.clear_gradients()
     peak = _cuda_peak(step, device) if device.type == "cuda" else _cpu_peak(step)
-    return {"saved": _saved_bytes(step.forward, module) if train else None, "peak": peak}
+    saved = saved_bytes(step.forward, module.parameters()) if train else None
+    return {"saved": saved, "peak": peak}
 
 
-def _saved_bytes(forward: Callable[[], object], module: nn.Module) -> int:
+def saved_bytes(forward: Callable[[], object], parameters: Iterable[nn.Parameter]) -> int:
     """Bytes saved for the backward pass: each storage once, parameters not counted."""
-    parameters = {parameter.untyped_storage().data_ptr() for parameter in module.parameters()}
+    known = {parameter.untyped_storage().data_ptr() for parameter in parameters}
     sizes = {}
 
     def pack(tensor):
         storage = tensor.untyped_storage()
-        if storage.data_ptr() not in parameters:
+        if storage.data_ptr() not in known:
             sizes[storage.data_ptr()] = storage.nbytes()
         return tensor
 

@@ -9,6 +9,7 @@ from torch import nn
 from torch._dynamo.testing import CompileCounter
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from benchmarks.timing import saved_bytes
 from smoe_fairseq.modules import StratifiedMoE, products, torch_features
 
 T, D, F, K = 96, 16, 64, 2
@@ -121,22 +122,6 @@ def test_token_sized_tensors(strata, execution):
         # padding rows are cleared once in each direction, beside experts without rows (both weights)
         cleared = forward.called["masked_fill_"], backward.called["masked_fill_"]
         assert cleared == ((1, 1 + 2) if execution == "grouped" else (0, 0))
-
-
-def saved_bytes(function, parameters) -> int:
-    """Of tensors kept for the backward pass, parameters and views of one another not counted."""
-    known = {p.untyped_storage().data_ptr() for p in parameters}
-    saved = {}
-
-    def pack(tensor):
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in known:
-            saved[storage.data_ptr()] = storage.nbytes()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        kept = function()  # noqa: F841  (so that no address is given twice)
-        return sum(saved.values())
 
 
 @pytest.mark.parametrize("strata", STRATA)

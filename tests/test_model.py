@@ -116,20 +116,6 @@ def test_parameter_counts_of_the_base_model(flags, millions):
     assert parameters(model) / 1e6 == pytest.approx(millions, abs=0.001)
 
 
-def test_only_what_a_layer_uses_is_in_the_state_dict():
-    names = tiny("--smoe-strata", "2-2").state_dict()
-    dense = {n.split(".", 3)[3] for n in names if n.startswith("encoder.layers.0.")}
-    moe = {n.split(".", 3)[3] for n in names if n.startswith("encoder.layers.1.")}
-    attention = {n for n in dense if n.startswith("self_attn")}
-    ffn = {f"{m}.{p}" for m in ("fc1", "fc2", "final_layer_norm") for p in ("weight", "bias")}
-    assert dense == attention | ffn
-    assert moe - attention == {
-        *(f"moe.layer_norms.{i}.{p}" for i in (0, 1) for p in ("weight", "bias")),
-        *(f"moe.gates.{i}.weight" for i in (0, 1)),
-        *(f"moe.experts.{p}" for p in ("w1", "b1", "w2", "b2")),
-    }
-
-
 @pytest.mark.parametrize(
     "flags, encoder, decoder",
     [

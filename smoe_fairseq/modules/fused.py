@@ -311,10 +311,7 @@ class _Block(torch.autograd.Function):
         (tokens, width), (held, inner, _) = x_TD.shape, w1.shape
         grad_y = torch.zeros_like(x_TD) if grad_y is None else grad_y.contiguous()
         grad_x = torch.empty_like(x_TD)
-        few, block_c = TILES["FEW_T"], run.named["SUMS_C"]
-        programs, warps = min(-(-tokens // few), NORMS), run.named["WIDE_D"] * few // PER_WARP
-        splits = min(PARTS, -(-tokens // 256))
-        across, across_f = -(-width // block_c), -(-inner // block_c)
+        programs, warps, splits, across, across_f = _backward_sizes(run, tokens, width, inner)
         shares = [held * inner, held * width, *(each * width for _, each, _ in run.strata)]
         norm_parts, parts, grad_logits = _allocate(
             torch.float32, x_TD.device, programs * strata * 2 * width, splits * sum(shares), tokens * columns
@@ -355,15 +352,21 @@ class _Block(torch.autograd.Function):
             )  # fmt: skip
             later = grad_w1, grad_w2
             grad_copies_ND = trip.make(grad_copies_ND, back=True)
-            launch(
-                k.collect, programs, num_warps=min(max(1, warps), 32), grad_copies=grad_copies_ND
-            )
+            launch(k.collect, programs, num_warps=warps, grad_copies=grad_copies_ND)
             del grad_copies_ND
         return (
             None,
             grad_x,
             *_joined(parts.view(splits, -1), norm_parts, shares, parameters, *later),
         )
+
+
+def _backward_sizes(run: SimpleNamespace, tokens: int, width: int, inner: int) -> tuple[int, ...]:
+    """Programs of `collect` and their warps; parts of a sum; blocks of D and of F columns of `sums`."""
+    few, block_c = TILES["FEW_T"], run.named["SUMS_C"]
+    programs, splits = min(-(-tokens // few), NORMS), min(PARTS, -(-tokens // 256))
+    warps = min(max(1, run.named["WIDE_D"] * few // PER_WARP), 32)
+    return programs, warps, splits, -(-width // block_c), -(-inner // block_c)
 
 
 def _joined(
