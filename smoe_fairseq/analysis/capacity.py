@@ -84,7 +84,8 @@ def samples(model: nn.Module, task, directions: list[str], subset: inputs.Subset
     number = subset.sentences and subset.sentences * len(directions)
     order = np.random.default_rng(inputs.SEED).permutation(len(dataset))
     longest = inputs.longest(model, task)
-    batches, _ = inputs.batches(dataset, longest, number, subset.max_tokens, order)
+    order = order[inputs.drawn(len(order), number)]
+    batches, _ = inputs.batches(dataset, longest, subset.max_tokens, order)
     for batch in with_progress("with training's capacity limit", batches):
         yield inputs.sample_of(model, task, dataset, batch)
 

@@ -202,19 +202,15 @@ def datasets(task, direction: str, subset: str) -> Iterator[FairseqDataset]:
 def batches(
     dataset: FairseqDataset,
     max_positions: tuple[int, int] | int,
-    sentences: int | None,
     max_tokens: int,
-    order: np.ndarray | None = None,
+    order: np.ndarray,
 ) -> tuple[list[np.ndarray], int]:
-    """Batches of sentence indices, and the number of sentences that are too long for the model.
+    """Batches of the sentences of ``order``, and the number of those that are too long for the model.
 
-    ``sentences`` is the size of a random sample, with a fixed seed. Sentences are sorted by length; those of
-    equal length are in the order of the data or in ``order``.
+    Sentences are sorted by length, those of equal length in their order.
     """
-    index = np.arange(len(dataset)) if order is None else order
-    index = index[drawn(len(index), sentences)]
-    lengths = np.array([max(np.atleast_1d(dataset.size(i))) for i in index], dtype=np.int64)
-    index = index[np.argsort(lengths, kind="stable")]
+    lengths = np.array([max(np.atleast_1d(dataset.size(i))) for i in order], dtype=np.int64)
+    index = order[np.argsort(lengths, kind="stable")]
     index, too_long = dataset.filter_indices_by_size(index, max_positions)
     return list(dataset.batch_by_size(index, max_tokens=max_tokens)), len(too_long)
 
@@ -248,7 +244,7 @@ class Samples:
         of_parts = np.split(index, np.searchsorted(index, ends[:-1]))
         for dataset, end, order in zip(parts, ends, of_parts, strict=True):
             order = order - (end - len(dataset))
-            indices, skipped = batches(dataset, limit, None, self.subset.max_tokens, order)
+            indices, skipped = batches(dataset, limit, self.subset.max_tokens, order)
             self.too_long += skipped
             for batch in with_progress(self.direction, indices):
                 yield sample_of(self.model, self.task, dataset, batch)

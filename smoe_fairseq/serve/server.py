@@ -10,10 +10,11 @@ import socket
 import sys
 import warnings
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
+from functools import partial
 from pathlib import Path
 
 from smoe_fairseq.errors import UsageError
-from smoe_fairseq.flags import filled, port, positive, seconds
+from smoe_fairseq.flags import add_flag, filled, port, positive, seconds
 from smoe_fairseq.serve.engine import Engine
 from smoe_fairseq.translate.command import add_model_arguments, load_model, requested_direction
 
@@ -185,15 +186,12 @@ def add_serve_arguments(parser: ArgumentParser) -> None:
         help="also answer requests for this host name, such as that of a reverse proxy; may be repeated",
     )
     parser.add_argument("--access-log", action="store_true", help="log requests to standard error")
-    for flag, kind, default, metavar, words in (
-        ("--port", port, PORT, "N", "port; 0: any free one"),
-        ("--max-tokens", positive, 200, "N", "maximum length of a text in subwords"),
-        ("--max-batch", positive, 32, "N", "maximum number of texts per batch"),
-        ("--max-queue", positive, 512, "N", "maximum number of waiting texts; others get a 503"),
-        ("--timeout", seconds, 60.0, "SECONDS", "time limit of a request"),
-    ):
-        words = f"{words} (default: {default:g})"
-        parser.add_argument(flag, type=kind, default=default, metavar=metavar, help=words)
+    add = partial(add_flag, parser)
+    add("--port", "N", "port; 0: any free one", port, PORT)
+    add("--max-tokens", "N", "maximum length of a text in subwords", positive, 200)
+    add("--max-batch", "N", "maximum number of texts per batch", positive, 32)
+    add("--max-queue", "N", "maximum number of waiting texts; others get a 503", positive, 512)
+    add("--timeout", "SECONDS", "time limit of a request", seconds, 60.0)
     add_model_arguments(parser)
 
 
