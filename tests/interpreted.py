@@ -266,7 +266,8 @@ def on_rank(rank: int, port: int, strata: str, tokens: list[int]) -> None:
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(len(tokens))}
     calls, start = [], fused.Launcher.start
     fused.Launcher.start = lambda *args, **named: calls.append(1) or start(*args, **named)
-    pass_through_block(strata, tokens, [False] * len(tokens), ways={torch.float32: ["fused"]})
+    cases = [(strata, tokens, [False] * len(tokens))]
+    pass_through_block(cases, ways={torch.float32: ["fused"]})
     assert len(calls) == (14 * len(strata.split("-")) if tokens[rank] else 0)
 
 

@@ -17,18 +17,17 @@ from smoe_fairseq.modules import StratifiedMoE
 WAYS = {torch.float64: ["per-expert"] * 2, torch.float32: ["grouped"]}
 
 
-def pass_through_block(strata, tokens, padding, cmr=False, ways=WAYS):
-    """On every rank: forward and backward of a sharded block, beside one with all experts.
-
-    Rank r has ``tokens[r]`` tokens, all of them padding where ``padding[r]``.
-    """
+def pass_through_block(cases, ways=WAYS):
+    """On every rank: forward and backward of a sharded block, beside one with all experts."""
     dist.init_process_group("gloo")
-    for dtype, executions in ways.items():
-        pass_in(dtype, executions, strata, tokens, padding, cmr)
-    dist.barrier()
+    for case in cases:
+        for dtype, executions in ways.items():
+            pass_in(dtype, executions, *case)
+        dist.barrier()
 
 
-def pass_in(dtype, executions, strata, tokens, padding, cmr):
+def pass_in(dtype, executions, strata, tokens, padding, cmr=False):
+    """Rank r has ``tokens[r]`` tokens, all of them padding where ``padding[r]``."""
     close = dict.fromkeys(("rtol", "atol"), 1e-12 if dtype == torch.float64 else 1e-4)
     rank, world_size = dist.get_rank(), dist.get_world_size()
     options = dict(capacity_factor=0, second_expert_policy="all", strata=strata, cmr=cmr)
@@ -83,25 +82,29 @@ def test_tokens_travel_in_the_type_that_is_computed_in(ranks, tmp_path):
     assert run.wait() == [0, 0], run.output()
 
 
-@pytest.mark.parametrize(
-    "case",
+SHARES = [
     [
         ("2-2-2-2", [40, 40], [False, False]),
         ("2-2-2-2", [40, 40], [True, False]),  # all padding
         ("2-2-2-2", [40, 0], [False, False]),  # no tokens at all
         ("2-2-2-2", [40, 1], [False, False]),  # one token, so strata without any
-        ("4-4", [40, 40, 7, 3], [False, True, False, True]),
-        ("8", [0, 0, 0, 5], [False] * 4),
-        ("2", [40, 30, 20, 10], [False] * 4),  # replicas
-        ("3", [40, 5, 9], [False] * 3),
         ("8", [40, 40], [False] * 2, True),  # beside a shared network
         ("8", [40, 0], [False] * 2, True),
     ],
-    ids=str,
-)
-def test_any_share_of_the_tokens(ranks, tmp_path, case):
-    run = ranks.start(tmp_path, len(case[1]), *case, function=pass_through_block)
-    assert run.wait() == [0] * len(case[1]), run.output()
+    [("3", [40, 5, 9], [False] * 3)],
+    [
+        ("4-4", [40, 40, 7, 3], [False, True, False, True]),
+        ("8", [0, 0, 0, 5], [False] * 4),
+        ("2", [40, 30, 20, 10], [False] * 4),  # replicas
+    ],
+]
+
+
+@pytest.mark.parametrize("cases", SHARES, ids=["2 ranks", "3 ranks", "4 ranks"])
+def test_any_share_of_the_tokens(ranks, tmp_path, cases):
+    number = len(cases[0][1])
+    run = ranks.start(tmp_path, number, cases, function=pass_through_block)
+    assert run.wait() == [0] * number, run.output()
 
 
 def order_of_events():
