@@ -6,7 +6,7 @@ from family import FAMILY
 from reference_lm import language_model
 from sampling import some
 from test_criterion import ALPHA, EPSILON, make_criterion
-from test_model import PAD, make_model, parameters
+from test_model import PAD, assert_train_alike, make_model, parameters
 
 from smoe_fairseq.analysis.cost import count
 from smoe_fairseq.models.transformer import moe_blocks
@@ -85,12 +85,7 @@ def test_dense_model_is_fairseqs_transformer_lm():
     )
     ours.load_state_dict(stock.state_dict())  # by the same names
     assert parameters(ours) == parameters(stock)
-    tokens = make_text()
-    want, got = (model.train()(tokens)[0] for model in (stock, ours))
-    assert torch.allclose(got, want, atol=1e-6)
-    got.sum().backward(), want.sum().backward()
-    for name, parameter in ours.named_parameters():
-        assert torch.allclose(parameter.grad, stock.get_parameter(name).grad, atol=1e-4), name
+    assert_train_alike(ours, stock, make_text())
 
 
 @pytest.mark.parametrize("member", MEMBERS)

@@ -70,6 +70,15 @@ def parameters(model):
     return sum(p.numel() for p in model.parameters())
 
 
+def assert_train_alike(ours, stock, *batch) -> None:
+    """The same outputs and gradients in training."""
+    want, got = (model.train()(*batch)[0] for model in (stock, ours))
+    assert torch.allclose(got, want, atol=1e-6)
+    got.sum().backward(), want.sum().backward()
+    for name, parameter in ours.named_parameters():
+        assert torch.allclose(parameter.grad, stock.get_parameter(name).grad, atol=1e-4), name
+
+
 @pytest.mark.parametrize("norm", ["pre", "post"])
 def test_dense_model_is_fairseqs_transformer(norm):
     sizes = (
@@ -91,13 +100,7 @@ def test_dense_model_is_fairseqs_transformer(norm):
     assert parameters(ours) == parameters(stock) - unused
 
     batch = make_batch()
-    stock.train(), ours.train()  # the stock encoder's evaluation path is not what training saw
-    want, want_extra = stock(*batch)
-    got, got_extra = ours(*batch)
-    assert torch.allclose(got, want, atol=1e-6)
-    got.sum().backward(), want.sum().backward()
-    for name, parameter in ours.named_parameters():
-        assert torch.allclose(parameter.grad, stock.get_parameter(name).grad, atol=1e-4), name
+    assert_train_alike(ours, stock, *batch)
     stock.eval(), ours.eval()
     want, want_extra = stock(*batch)
     got, got_extra = ours(*batch)
