@@ -122,22 +122,27 @@ def check_options(cfg) -> None:
         ):
             if not are_set:
                 raise UsageError(f"--best-checkpoint-metric {metric}: expected it with {flags}")
-    if cfg.get("optimizer") is not None:  # else fairseq would silently start anew
-        for flag in ("finetune-from-model", "continue-once"):
-            start = _value(cfg, f"checkpoint.{flag.replace('-', '_')}")
-            if start and os.path.isdir(start):
-                raise UsageError(f"--{flag} {start} is a folder: expected a checkpoint in it")
-        if rank_files(start := _value(cfg, "checkpoint.finetune_from_model") or ""):
-            check_exists(start)
-        if not (folder := cfg.checkpoint.save_dir):
-            raise UsageError("--save-dir is empty: expected a folder")
-        last = os.path.join(folder, "checkpoint_last.pt")
-        start = _value(cfg, "checkpoint.continue_once")
-        if start and not (os.path.exists(last) or rank_files(last)):
-            check_exists(start)
-        _check_restored(_value(cfg, "checkpoint.restore_file"), folder)
-        if is_fairseq_command():  # programs that call fairseq may train anew in a folder
-            _check_replaced(cfg.checkpoint, Path(folder))
+    if cfg.get("optimizer") is not None:
+        _check_start(cfg.checkpoint)
+
+
+def _check_start(checkpoint) -> None:
+    """Raise UsageError for training from a checkpoint that is none; fairseq would silently start anew."""
+    for option in ("finetune_from_model", "continue_once"):
+        start = getattr(checkpoint, option)
+        if start and os.path.isdir(start):
+            flag = _flag(f"checkpoint.{option}")
+            raise UsageError(f"{flag} {start} is a folder: expected a checkpoint in it")
+    if rank_files(checkpoint.finetune_from_model or ""):
+        check_exists(checkpoint.finetune_from_model)
+    if not (folder := checkpoint.save_dir):
+        raise UsageError("--save-dir is empty: expected a folder")
+    last = os.path.join(folder, "checkpoint_last.pt")
+    if checkpoint.continue_once and not (os.path.exists(last) or rank_files(last)):
+        check_exists(checkpoint.continue_once)
+    _check_restored(checkpoint.restore_file, folder)
+    if is_fairseq_command():  # programs that call fairseq may train anew in a folder
+        _check_replaced(checkpoint, Path(folder))
 
 
 def _check_replaced(checkpoint, folder: Path) -> None:
