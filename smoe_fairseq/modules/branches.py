@@ -137,7 +137,8 @@ class ConditionalRouting(FeedForward):
         active_T1 = routing.active_T.unsqueeze(1).to(gate_T1.dtype)
         gate_sum, tokens = (gate_T1 * active_T1).sum(), active_T1.sum()
         if self.training and self.gate_drop > 0:
-            gate_T1 = gate_T1 * (torch.rand_like(gate_T1) >= self.gate_drop)
+            drawn_T1 = torch.rand_like(gate_T1, dtype=torch.float32)
+            gate_T1 = gate_T1 * (drawn_T1 >= self.gate_drop)
         return CMROutput(gate_T1, self.network(x_TD), gate_sum, tokens)
 
     def combine(self, moe_TD: Tensor, output: CMROutput) -> Tensor:
