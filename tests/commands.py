@@ -118,7 +118,7 @@ def step_here(*words, cwd, main=None, **environment) -> subprocess.CompletedProc
     kept = {k: v for k, v in os.environ.items() if k not in ("RAW", "DATA_DIR", "RUN_DIR")}
     with (
         mock.patch.dict(os.environ, kept | environment, clear=True),
-        mock.patch.object(sys, "argv", ["recipes", *words]),
+        mock.patch.object(sys, "argv", ["recipes", *map(str, words)]),
         contextlib.chdir(cwd),
         contextlib.redirect_stdout(output),
         contextlib.redirect_stderr(errors),
@@ -137,7 +137,7 @@ def smoe(*words, check=True, cwd=None, **environment) -> subprocess.CompletedPro
     """``smoe WORDS``, in this process; as of `run`, ``stdout`` holds stderr too."""
     from smoe_fairseq.cli import main
 
-    done = step_here(*map(str, words), cwd=cwd or os.getcwd(), main=main, **environment)
+    done = step_here(*words, cwd=cwd or os.getcwd(), main=main, **environment)
     done.stdout += done.stderr
     if check:
         assert done.returncode == 0, done.stdout[-4000:]

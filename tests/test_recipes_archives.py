@@ -219,7 +219,7 @@ def test_download_that_only_lacked_its_name_is_not_repeated(tmp_path, server):
 
 def step(tmp_path: Path, given: dict, *words, check=True) -> subprocess.CompletedProcess:
     """One of the steps that a recipe prints, in this process; ``stdout`` holds stderr too."""
-    result = step_here(*map(str, words), cwd=tmp_path, **given | {"NO_PROXY": "127.0.0.1"})
+    result = step_here(*words, cwd=tmp_path, **given | {"NO_PROXY": "127.0.0.1"})
     result.stdout += result.stderr
     assert result.returncode == 0 or not check, result.stdout
     return result
