@@ -133,16 +133,27 @@ WRONG = [
 PIPES = ("config.json", "model.safetensors", "spm.model", "vocab.json", SETTINGS)
 
 
-def other(content: bytes, change) -> bytes:
-    """The content of a file after a change of some of its values; of a list that is empty, its last one."""
-    if isinstance(change, bytes):
-        return change
-    values = json.loads(content)
-    if isinstance(change, slice):
-        return json.dumps([*values[:4], *values[change]]).encode()
-    for key, value in change.items():
-        values[key] = value
-    return json.dumps(values if change else values[:-1]).encode()
+def damaged(source: Path, copy: Path, name: str, change) -> Path:
+    """A copy of a folder for transformers, of which one file has another content, or None and is missing.
+
+    change: the content; a pipe in its place; or what some keys or places of its JSON hold instead, of a list
+    without any, that the last one is missing.
+    """
+    file = Path(shutil.copytree(source, copy), name)
+    content = file.read_bytes() if file.exists() else b"{}"
+    file.unlink(missing_ok=True)
+    if change is os.mkfifo:
+        os.mkfifo(file)
+    elif isinstance(change, bytes):
+        file.write_bytes(change)
+    elif change is not None:
+        values = json.loads(content)
+        if isinstance(change, slice):
+            values = [*values[:4], *values[change]]
+        for key, value in change.items() if isinstance(change, dict) else ():
+            values[key] = value
+        file.write_text(json.dumps(values if change else values[:-1]))
+    return copy
 
 
 @pytest.fixture(scope="module")
@@ -157,13 +168,7 @@ def test_the_weights_alone_are_no_model(folder, tmp_path):
 
 @pytest.mark.parametrize("name, change, named", WRONG + [(name, os.mkfifo, "") for name in PIPES])
 def test_what_cannot_be_imported_is_one_sentence(folder, tmp_path, name, change, named):
-    copy = Path(shutil.copytree(folder, tmp_path / "model"))
-    content = (copy / name).read_bytes() if (copy / name).exists() else b""
-    (copy / name).unlink(missing_ok=True)
-    if change is os.mkfifo:
-        os.mkfifo(copy / name)
-    elif change is not None:
-        (copy / name).write_bytes(other(content, change))
+    copy = damaged(folder, tmp_path / "model", name, change)
     sentence = refusal("import", copy, "--output", tmp_path / "new/ours.pt")
     assert named in sentence and (f"{copy}" in sentence or not named)
     assert not (tmp_path / "new").exists()
@@ -174,13 +179,9 @@ def test_what_cannot_be_imported_is_one_sentence(folder, tmp_path, name, change,
 
 def test_a_block_has_the_defaults_of_what_it_leaves_out(folder, tmp_path):
     """Those of a config by hand; and its dropout in training may be another."""
-    copy = Path(shutil.copytree(folder, tmp_path / "model"))
-    config = json.loads((copy / "config.json").read_text())
-    config["moe_blocks"] = {
-        layer: {"strata": block["strata"], "dropout": 0.3}
-        for layer, block in config["moe_blocks"].items()
-    }
-    (copy / "config.json").write_text(json.dumps(config))
+    blocks = json.loads((folder / "config.json").read_text())["moe_blocks"]
+    fewer = {n: {"strata": block["strata"], "dropout": 0.3} for n, block in blocks.items()}
+    copy = damaged(folder, tmp_path / "model", "config.json", {"moe_blocks": fewer})
     call("import", copy, "--output", tmp_path / "ours.pt")
 
 

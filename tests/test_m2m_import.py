@@ -20,6 +20,7 @@ from smoe_fairseq.translate.readout import encoded
 pytest.importorskip("transformers", reason="the package transformers is not installed")
 
 from test_huggingface import batch  # noqa: E402
+from test_huggingface_import import damaged, other_subwords  # noqa: E402
 
 # Text that tokenizers may change: spaces, line ends, NFKC, joiners, emoji, marks of words.
 SPECIAL = [
@@ -243,6 +244,8 @@ def test_other_files_of_the_same_model(imported, kind, theirs, m2m, nllb, tmp_pa
 
 ADDED = {"added_tokens_decoder": {str(4 + 497 + i): {"content": t} for i, t in enumerate("ab")}}
 SETTINGS = "tokenizer_config.json"
+# What git clone leaves without git-lfs.
+POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:ab\nsize 99\n"
 WRONG = [  # a file, the values that it gets or None without it, and what the sentence names
     *(("config.json", {"model_type": t}, "model_type") for t in ("marian", "mbart", "t5")),
     ("config.json", {"quantization_config": {"quant_method": "gptq"}}, "quantization_config"),
@@ -255,27 +258,17 @@ WRONG = [  # a file, the values that it gets or None without it, and what the se
     (SETTINGS, ADDED, "'a'"),
     (SETTINGS, None, SETTINGS),
     ("sentencepiece.bpe.model", None, "sentencepiece.bpe.model"),
-    ("sentencepiece.bpe.model", {"other": "vocabulary"}, "model"),
+    ("sentencepiece.bpe.model", other_subwords(), "model"),
     ("tokenizer.json", {"model": {"type": "WordPiece"}}, "tokenizer.json"),
     ("model.safetensors", None, "model.safetensors"),
-    *((name, "pointer", f"{name} is a pointer") for name in ("model.safetensors", "vocab.json")),
+    *((name, POINTER, f"{name} is a pointer") for name in ("model.safetensors", "vocab.json")),
     ("config.json", None, "config.json"),
 ]
 
 
 @pytest.mark.parametrize("name, change, named", WRONG)
 def test_what_cannot_be_imported_is_one_sentence(nllb, tmp_path, name, change, named):
-    folder = Path(shutil.copytree(nllb, tmp_path / "model"))
-    file = folder / name
-    if change is None:
-        file.unlink()
-    elif change == "pointer":  # what git clone leaves without git-lfs
-        file.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:ab\nsize 99\n")
-    elif name.endswith(".json"):
-        values = json.loads(file.read_text()) if file.exists() else {}
-        file.write_text(json.dumps(values | change))
-    else:
-        shutil.copy(pretrained.write_subwords(tmp_path / "other", vocab_size=400), file)
+    folder = damaged(nllb, tmp_path / "model", name, change)
     sentence = refusal("import", folder, "--output", tmp_path / "new/ours.pt")
     assert named in sentence and str(folder) in sentence
     assert not (tmp_path / "new").exists()
