@@ -44,9 +44,13 @@ def analyze_subset(
                 table.writerows(results.token_rows(totals, name, blocks))
         totals.run.update(_description(args, model, totals, samples))
         results.write(folder, totals)
-    # An error in drawing leaves the numbers, which may have taken hours.
-    example = directions[-1], _example(model, task, directions[-1], args)
-    report.write(args.output, totals, args.path.resolve(), example, series, args.min_count)
+    try:
+        example = directions[-1], _example(model, task, directions[-1], args)
+        report.write(args.output, totals, args.path.resolve(), example, series, args.min_count)
+    except Exception as error:  # the numbers, which may have taken hours, are kept
+        reason = " ".join(str(error).split()) or type(error).__name__
+        lost = "has all numbers, but the report could not be drawn"
+        raise UsageError(f"{args.output} {lost}: {reason}") from error
     return f"{args.output / 'report.html'}: the report; its folder has numbers and pictures"
 
 
