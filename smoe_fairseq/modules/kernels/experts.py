@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from smoe_fairseq.modules.kernels.routing import normed
+from smoe_fairseq.modules.kernels.routing import normed, probabilities
 
 
 @triton.jit
@@ -123,11 +123,8 @@ def _softmax(logits, at_T, live_T, E, COLUMNS: tl.constexpr, BLOCK_E: tl.constex
     e = tl.arange(0, BLOCK_E)
     seen = live_T[:, None] & (e < E)[None, :]
     x = tl.load(logits + at_T[:, None] * COLUMNS + e[None, :], seen, 0.0)
-    x = tl.where((e < E)[None, :], x, -float("inf"))
-    most_T = tl.max(x, 1)
-    p = tl.exp(x - most_T[:, None])
-    sum_T = tl.sum(p, 1)
-    return p / sum_T[:, None], most_T + tl.log(sum_T)
+    p, most_T, total_T = probabilities(x, E, BLOCK_E)
+    return p, most_T + tl.log(total_T)
 
 
 @triton.jit(do_not_specialize=["tokens", "stratum", "E", "first"])
@@ -189,9 +186,8 @@ def spread(
     grad = p * (grad_p - tl.sum(p * grad_p, 1)[:, None])
     if Z:
         grad += p * (tl.load(grad_z).to(tl.float32) * 2 / (n * STRATA) * log)[:, None]
-    tl.store(
-        grad_logits + t[:, None] * COLUMNS + e[None, :], grad, live[:, None] & (e < E)[None, :]
-    )
+    to = grad_logits + t[:, None] * COLUMNS + e[None, :]
+    tl.store(to, grad, live[:, None] & (e < E)[None, :])
 
 
 @triton.jit

@@ -69,6 +69,42 @@ def _kept(total_KE, E, LIMIT: tl.constexpr, OVER: tl.constexpr):
     return tokens, most, tl.minimum(total_E, most)
 
 
+@triton.jit
+def probabilities(x_TE, E, BLOCK_E: tl.constexpr):
+    """The softmax of the first E columns, their maximum, and the denominator."""
+    x_TE = tl.where((tl.arange(0, BLOCK_E) < E)[None, :], x_TE, -float("inf"))
+    most_T = tl.max(x_TE, 1)
+    p = tl.exp(x_TE - most_T[:, None])
+    total_T = tl.sum(p, 1)
+    return p / total_T[:, None], most_T, total_T
+
+
+@triton.jit
+def _choose(
+    p, seed, at_T, stratum, E, K: tl.constexpr, POLICY: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """The K experts of highest probability, or drawn after the first, and their probabilities."""
+    e, k = tl.arange(0, BLOCK_E), tl.arange(0, BLOCK_K)
+    # Compiled, argmax could choose a column behind E in a row of NaN, whose token chooses the first experts.
+    safe = tl.where(p == p, p, 0.0)
+    score = tl.where((e < E)[None, :], safe, -1.0)
+    choice_TK = tl.zeros([BLOCK_T, BLOCK_K], tl.int32)
+    weight_TK = tl.zeros([BLOCK_T, BLOCK_K], tl.float32)
+    for i in tl.static_range(K):
+        if i == 1 and POLICY == "sampling":  # argmax(p / Exponential) draws in proportion to p
+            drawn = tl.rand(tl.load(seed) + 4 * stratum, at_T[:, None] * BLOCK_E + e[None, :])
+            noise = tl.maximum(-tl.log(1 - drawn), 1e-30)
+            score = tl.where(score < 0, score, safe / noise)
+        best = tl.minimum(tl.argmax(score, 1), E - 1)
+        is_best = e[None, :] == best[:, None]
+        weight = tl.sum(tl.where(is_best, p, 0.0), 1)
+        choice_TK = tl.where((k == i)[None, :], best[:, None], choice_TK)
+        weight_TK = tl.where((k == i)[None, :], weight[:, None], weight_TK)
+        score = tl.where(is_best, -1.0, score)
+    return choice_TK, weight_TK
+
+
 @triton.jit(do_not_specialize=["tokens", "stratum", "E"])
 def route(
     x, padding, norm_weight, norm_bias, gate_weight, seed,
@@ -108,28 +144,8 @@ def route(
         w = tl.load(gate_weight + e[None, :] * D + d[:, None], seen, 0.0)
         x_TE += tl.dot(h, w.to(tl.float32), input_precision="ieee" if EXACT else "tf32")
     tl.store(logits + at[:, None] * COLUMNS + e[None, :], x_TE, live[:, None] & (e < E)[None, :])
-    x_TE = tl.where((e < E)[None, :], x_TE, -float("inf"))
-    most = tl.max(x_TE, 1)
-    p = tl.exp(x_TE - most[:, None])
-    total = tl.sum(p, 1)
-    p = p / total[:, None]
-
-    # Compiled, argmax could choose a column behind E in a row of NaN, whose token chooses the first experts.
-    safe = tl.where(p == p, p, 0.0)
-    score = tl.where((e < E)[None, :], safe, -1.0)
-    choice_TK = tl.zeros([BLOCK_T, BLOCK_K], tl.int32)
-    weight_TK = tl.zeros([BLOCK_T, BLOCK_K], tl.float32)
-    for i in tl.static_range(K):
-        if i == 1 and POLICY == "sampling":  # argmax(p / Exponential) draws in proportion to p
-            drawn = tl.rand(tl.load(seed) + 4 * stratum, at[:, None] * BLOCK_E + e[None, :])
-            noise = tl.maximum(-tl.log(1 - drawn), 1e-30)
-            score = tl.where(score < 0, score, safe / noise)
-        best = tl.minimum(tl.argmax(score, 1), E - 1)
-        is_best = e[None, :] == best[:, None]
-        weight = tl.sum(tl.where(is_best, p, 0.0), 1)
-        choice_TK = tl.where((k == i)[None, :], best[:, None], choice_TK)
-        weight_TK = tl.where((k == i)[None, :], weight[:, None], weight_TK)
-        score = tl.where(is_best, -1.0, score)
+    p, most, total = probabilities(x_TE, E, BLOCK_E)
+    choice_TK, weight_TK = _choose(p, seed, at, stratum, E, K, POLICY, BLOCK_T, BLOCK_E, BLOCK_K)
     valid = live[:, None] & (k < K)[None, :]
     if POLICY == "random":
         drawn = tl.rand(tl.load(seed) + 4 * stratum, at[:, None] * BLOCK_K + k[None, :])
@@ -178,14 +194,101 @@ def scan(
     tl.store(means + stratum * (COLUMNS + 1) + column + tl.arange(0, 1), total)
 
 
+@triton.jit
+def _earlier(
+    choice_TK, positions, choices, block, tokens, stratum,
+    K: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """For each choice the number of equal ones of earlier tokens of the block, of the same rank."""
+    t, k = block * BLOCK_T + tl.arange(0, BLOCK_T), tl.arange(0, BLOCK_K)
+    other_t = block * BLOCK_T + tl.arange(0, BLOCK_T)
+    other_live = tl.load(positions + stratum * tokens + other_t, other_t < tokens, -1) == stratum
+    other = (stratum * tokens + other_t)[:, None] * K + k[None, :]
+    other = tl.load(choices + other, other_live[:, None] & (k < K)[None, :], -1)
+    same = (choice_TK[:, None, :] == other[None, :, :]) & (other >= 0)[None, :, :]
+    same = same & (other_t[None, :] < t[:, None])[:, :, None]
+    return tl.sum(same.to(tl.int32), 1)
+
+
+@triton.jit
+def _count(
+    total_KE, kept_E, number, totals, means, numbers, balance, z_loss, stratum, E, first,
+    K: tl.constexpr, COLUMNS: tl.constexpr, STRATA: tl.constexpr, FIRST: tl.constexpr,
+    BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """The statistics of a stratum, and its part of the losses."""
+    e, k = tl.arange(0, BLOCK_E), tl.arange(0, BLOCK_K)
+    first_E = tl.sum(tl.where((k == 0)[:, None], total_KE, 0), 0)
+    prob_E = tl.load(means + stratum * (COLUMNS + 1) + e, e < E, 0.0)
+    square = tl.load(means + stratum * (COLUMNS + 1) + COLUMNS)
+    n = tl.maximum(number, 1).to(tl.float32)
+    loss = tl.sum(first_E.to(tl.float32) / n * (prob_E / n), 0) * E / STRATA
+    z = square / n / STRATA
+    if not FIRST:
+        loss += tl.load(balance)
+        z += tl.load(z_loss)
+    tl.store(balance, loss)
+    tl.store(z_loss, z)
+    # first choices (L, C), unused (L,), chosen (L, K), dropped (L, K)
+    g = e - first  # only experts that this gate sees have choices
+    choice_E = tl.load(totals + stratum * K * COLUMNS + g, (g >= 0) & (g < E), 0)
+    tl.store(numbers + stratum * COLUMNS + e, choice_E.to(tl.int64), e < COLUMNS)
+    unused = tl.sum(((first_E == 0) & (e < E)).to(tl.int64), 0)
+    tl.store(numbers + STRATA * COLUMNS + stratum, unused)
+    earlier_KE = tl.cumsum(total_KE, 0) - total_KE
+    stay_KE = tl.minimum(tl.maximum(kept_E[None, :] - earlier_KE, 0), total_KE)
+    chosen_K = tl.sum(total_KE, 1).to(tl.int64)
+    to = numbers + STRATA * (COLUMNS + 1) + stratum * K + k
+    tl.store(to, chosen_K, k < K)
+    tl.store(to + STRATA * K, chosen_K - tl.sum(stay_KE, 1).to(tl.int64), k < K)
+
+
+@triton.jit
+def _copy(
+    x, norm_weight, norm_bias, moments, copies, row, t, at, live, tokens,
+    D: tl.constexpr, K: tl.constexpr, FIRST: tl.constexpr, ROUND: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Writes the layer norm of tokens to the rows of their copies."""
+    mean = tl.load(moments + at * 2, live, 0.0)
+    scale = tl.load(moments + at * 2 + 1, live, 0.0)
+    source = x + t.to(tl.int64) * D
+    if not FIRST:
+        source = x + (at - tokens).to(tl.int64) * D
+    for start in range(0, D, BLOCK_D):
+        d = start + tl.arange(0, BLOCK_D)
+        h = normed(source, d, live, mean, scale, norm_weight, norm_bias, D, ROUND)
+        for i in tl.static_range(K):
+            to = _column(row, i, BLOCK_K)
+            target = copies + to.to(tl.int64)[:, None] * D + d[None, :]
+            tl.store(target, h, (live & (to >= 0))[:, None] & (d < D)[None, :])
+
+
+@triton.jit
+def _note(
+    requested, dropped, lost, t, live, inside,
+    K: tl.constexpr, FIRST: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Adds to each token's numbers of stops and of dropped copies."""
+    k = tl.arange(0, BLOCK_K)
+    own = t[:, None] * K + k[None, :]
+    real = inside[:, None] & (k < K)[None, :]
+    if FIRST:
+        tl.store(requested + t, live.to(tl.int64), inside)
+        tl.store(dropped + own, lost, real)
+    else:
+        tl.store(requested + t, tl.load(requested + t, live, 0) + 1, live)
+        some = lost > 0
+        tl.store(dropped + own, tl.load(dropped + own, some, 0) + lost, some)
+
+
 @triton.jit(do_not_specialize=["tokens", "stratum", "E", "first"])
 def dispatch(
     x, norm_weight, norm_bias, stratum_of_expert, moments, choices, counts, totals, means,
     positions, weights, rows, ends, kept, copies, requested, dropped, numbers, balance, z_loss,
     tokens, stratum, E, first,
-    D: tl.constexpr, K: tl.constexpr, COLUMNS: tl.constexpr, STRATA: tl.constexpr,
+    D: tl.constexpr, K: tl.constexpr, COLUMNS: tl.constexpr, STRATA: tl.constexpr, NORMALIZE: tl.constexpr,
     FIRST: tl.constexpr, ROUND: tl.constexpr, LIMIT: tl.constexpr, OVER: tl.constexpr,
-    NORMALIZE: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
     """Applies capacity and writes rows by expert, weights, next strata and statistics.
@@ -208,13 +311,7 @@ def dispatch(
     choice = tl.load(choices + mine, live[:, None] & (k < K)[None, :], -1)
     valid = (choice >= 0) & (choice < E)
     place = tl.load(counts + (k[None, :] * blocks + block) * COLUMNS + choice, valid, 0)
-    other_t = block * BLOCK_T + tl.arange(0, BLOCK_T)
-    other_live = tl.load(positions + stratum * tokens + other_t, other_t < tokens, -1) == stratum
-    other = (stratum * tokens + other_t)[:, None] * K + k[None, :]
-    other = tl.load(choices + other, other_live[:, None] & (k < K)[None, :], -1)
-    same = (choice[:, None, :] == other[None, :, :]) & (other >= 0)[None, :, :]
-    same = same & (other_t[None, :] < t[:, None])[:, :, None]
-    place += tl.sum(same.to(tl.int32), 1)
+    place += _earlier(choice, positions, choices, block, tokens, stratum, K, BLOCK_T, BLOCK_K)
     fits = valid & (place < most)
     row = tl.where(fits, _of_expert(end_E - kept_E, choice, BLOCK_E) + place, -1)
     fits = fits & (row < tokens * K)
@@ -233,53 +330,16 @@ def dispatch(
     goes = tl.load(stratum_of_expert + first + best, seen, STRATA - 1).to(tl.int32) + 1
     tl.store(positions + at + tokens, tl.where(live, goes, position), inside)
     lost = (valid & ~fits).to(tl.int64)
-    own = t[:, None] * K + k[None, :]
-    real = inside[:, None] & (k < K)[None, :]
-    if FIRST:
-        tl.store(requested + t, live.to(tl.int64), inside)
-        tl.store(dropped + own, lost, real)
-    else:
-        tl.store(requested + t, tl.load(requested + t, live, 0) + 1, live)
-        some = lost > 0
-        tl.store(dropped + own, tl.load(dropped + own, some, 0) + lost, some)
-
-    mean = tl.load(moments + at * 2, live, 0.0)
-    scale = tl.load(moments + at * 2 + 1, live, 0.0)
-    source = x + t.to(tl.int64) * D
-    if not FIRST:
-        source = x + (at - tokens).to(tl.int64) * D
-    for start in range(0, D, BLOCK_D):
-        d = start + tl.arange(0, BLOCK_D)
-        h = normed(source, d, live, mean, scale, norm_weight, norm_bias, D, ROUND)
-        for i in tl.static_range(K):
-            to = _column(row, i, BLOCK_K)
-            target = copies + to.to(tl.int64)[:, None] * D + d[None, :]
-            tl.store(target, h, (live & (to >= 0))[:, None] & (d < D)[None, :])
-
+    _note(requested, dropped, lost, t, live, inside, K, FIRST, BLOCK_K)
+    _copy(
+        x, norm_weight, norm_bias, moments, copies, row, t, at, live, tokens,
+        D, K, FIRST, ROUND, BLOCK_D, BLOCK_K,
+    )  # fmt: skip
     if block == 0:
         tl.store(ends + e, end_E, e < E)
         tl.store(kept + e, 0, e < first)
         tl.store(kept + first + e, kept_E.to(tl.int64), e < E)
-        first_E = tl.sum(tl.where((k == 0)[:, None], total_KE, 0), 0)
-        prob_E = tl.load(means + stratum * (COLUMNS + 1) + e, e < E, 0.0)
-        square = tl.load(means + stratum * (COLUMNS + 1) + COLUMNS)
-        n = tl.maximum(number, 1).to(tl.float32)
-        loss = tl.sum(first_E.to(tl.float32) / n * (prob_E / n), 0) * E / STRATA
-        z = square / n / STRATA
-        if not FIRST:
-            loss += tl.load(balance)
-            z += tl.load(z_loss)
-        tl.store(balance, loss)
-        tl.store(z_loss, z)
-        # first choices (L, C), unused (L,), chosen (L, K), dropped (L, K)
-        g = e - first  # only experts that this gate sees have choices
-        choice_E = tl.load(totals + stratum * K * COLUMNS + g, (g >= 0) & (g < E), 0)
-        tl.store(numbers + stratum * COLUMNS + e, choice_E.to(tl.int64), e < COLUMNS)
-        unused = tl.sum(((first_E == 0) & (e < E)).to(tl.int64), 0)
-        tl.store(numbers + STRATA * COLUMNS + stratum, unused)
-        earlier_KE = tl.cumsum(total_KE, 0) - total_KE
-        stay_KE = tl.minimum(tl.maximum(kept_E[None, :] - earlier_KE, 0), total_KE)
-        chosen_K = tl.sum(total_KE, 1).to(tl.int64)
-        to = numbers + STRATA * (COLUMNS + 1) + stratum * K + k
-        tl.store(to, chosen_K, k < K)
-        tl.store(to + STRATA * K, chosen_K - tl.sum(stay_KE, 1).to(tl.int64), k < K)
+        _count(
+            total_KE, kept_E, number, totals, means, numbers, balance, z_loss, stratum, E, first,
+            K, COLUMNS, STRATA, FIRST, BLOCK_E, BLOCK_K,
+        )  # fmt: skip
