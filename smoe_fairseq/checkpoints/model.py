@@ -110,12 +110,11 @@ def check_fit(path: Path, weights: Mapping[str, Tensor], target: Mapping[str, Te
             raise UsageError(f"{path}: {name} is {actual}, and by its options {expected}")
 
 
-def refuse_experts(path: Path, state: Mapping) -> None:
-    """Raise UsageError if the model has experts."""
+def refuse_experts(path: Path, state: Mapping, advice: str = "") -> None:
+    """Raise UsageError if the model has experts, with what else to do."""
     if any(".moe." in name for name in state.get("model") or ()):
         dense = "a dense model (--moe-freq 0), whose feed-forward networks become experts"
-        train = f"training continues it with --finetune-from-model {path}"
-        raise UsageError(f"{path} has experts, and {train}: expected {dense}")
+        raise UsageError(f"{path} has experts: expected {dense}{advice}")
 
 
 def transformer_options(path: Path, state: Mapping) -> dict:

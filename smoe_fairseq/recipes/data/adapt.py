@@ -43,7 +43,8 @@ def task_of(source: Path) -> tuple[Path, dict]:
     task = dict(values_of((state.get("cfg") or {}).get("task")))
     if task.get("_name") != TASK or not task.get("langs"):
         raise UsageError(f"{checkpoint}: expected a model of --task {TASK}, with --langs")
-    refuse_experts(checkpoint, state)
+    advice = f"; train.sh continues with experts by --finetune-from-model {checkpoint}"
+    refuse_experts(checkpoint, state, advice)
     return checkpoint, task
 
 

@@ -158,10 +158,12 @@ def _copy(folder: Path, clean: Mapping[str, Any], codes: Mapping[str, str], unit
         left_out = {name: number for name, number in counts.items() if name not in ("read", "kept")}
         faults = ", ".join(f"{number:,} {name}" for name, number in left_out.items())
         kept = f"no line of {counts['read']:,} is kept{f' ({faults})' * bool(faults)}"
-        advice = "`clean` and, with `raw: {split: hash}`, repeated sources leave lines out"
+        advice = ""
         if "overlap" in left_out:  # the other splits were taken from it
-            advice = give_alone(pair)
-        raise UsageError(f"{named}: {kept}: {pair} needs one to {split}; {advice}")
+            advice = f"; {give_alone(pair)}"
+        elif section.hash_range:
+            advice = "; with `raw: {split: hash}`, equal sources are in one split"
+        raise UsageError(f"{named}: {kept}: {pair} needs one to {split}{advice}")
     return counts
 
 

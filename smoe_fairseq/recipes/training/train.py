@@ -255,8 +255,11 @@ def _adapt_flags(
             warn(f"the batch differs from the requested size: {batch}")
         if batch.name == "release" and has_strata(flags) and "smoe-norm" not in flags:
             notes.append("# --smoe-norm released computes as the released code (docs/reproduce.md)")
+    # `fp16` and `bf16` in `train` of a data set are `precision: auto` and `precision: bf16`.
+    flags.pop("fp16", None)
+    requested = "bf16" if flags.pop("bf16", False) else dataset.precision
     words = [*arguments(flags), *extra]
-    precision, why = precision_flags(dataset.precision, launch, words, resumed)
+    precision, why = precision_flags(requested, launch, words, resumed)
     return flags | precision, extra, notes + why
 
 
