@@ -132,8 +132,12 @@ def save(dataset: Dataset, name: str, line: str) -> None:
     """Write the results of a run that ``line`` trained."""
     folders = Folders(dataset)
     run = folders.runs / name
+    own = identity.record(run)
+    flags = own.get("flags", {})
     for folder, default in ((folders.data, "data"), (folders.runs, "runs")):
-        line = line.replace(f"{folder}/", f"{default}/{dataset.name}/")  # the same on any machine
+        before, after = f"{folder}/", f"{default}/{dataset.name}/"  # the same on any machine
+        line = line.replace(before, after)
+        flags = {name: value.replace(before, after) for name, value in flags.items()}
     log = run / "train.log"
     # An interruption repeats some updates: the last line counts.
     lines = training_log.read_lines(log)
@@ -141,11 +145,11 @@ def save(dataset: Dataset, name: str, line: str) -> None:
     curve = _curve(logged, training_log.read_validations(log))
     if all(row["validation_nll"] is None for row in curve):
         raise UsageError(f"{log} has no validation loss, which the report of a study compares")
-    own, validated = identity.record(run), run / KEPT
+    validated = run / KEPT
     kept = re.findall(r"\| nll_loss (\S+)", read_text(validated)) if validated.exists() else []
     content = {
         "command": line,
-        "flags": own.get("flags", {}),
+        "flags": flags,
         "dictionary": own.get("dictionary"),
         "vocabulary": vocab_size(dataset),
         "limits": own.get("trained"),
