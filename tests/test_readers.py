@@ -222,6 +222,7 @@ NAMED = {  # files, and the settings with which alone they are found; None: ther
     "memories": (["a.tmx", "b.tmx"], {"files": {"train": "a.tmx", "valid": "b.tmx"}}),
     "zip": (["corpus.zip"], None),
     "half": (["valid.en", "train.en"], None),
+    "half folder": (["en-ha/valid.en", "en-ha/train.en"], None),
     "folders": (["en-ha/train.tsv", "en-ha/dev.json"], {"splits": {"valid": "dev"}}),
     "others": (["train.en-sw.tsv", "dev.en-sw.tsv"], None),
     "pattern": (["en-ha/train.tsv", "en-ha/valid.tsv"], {}),
@@ -253,7 +254,7 @@ def test_names_that_files_have(tmp_path, dataset, kind):
     own = dataset()
     if settings != {}:
         wanted = r"expected (train|valid).en-ha.tsv, or .*{splits: {\1: .*{files: "
-        wanted = r"/train\.ha is missing" if kind == "half" else wanted
+        wanted = r"/train\.ha is missing" if kind.startswith("half") else wanted
         with pytest.raises(UsageError, match=wanted) as refused:
             gather(own, tmp_path, tmp_path / "raw")
         assert Path(names[-1]).name.split("*")[0] in str(refused.value)

@@ -48,7 +48,10 @@ def as_loaded() -> Iterator[None]:
 
 
 def config_faults(config: DecoderOptions) -> Iterator[str]:
-    """Sentences on options that contradict each other, which name the flag and what would be accepted."""
+    """Sentences on options that contradict each other, which name the flag and what would be accepted.
+
+    The first is to be raised: what follows it relies on what it is about.
+    """
     if config.moe_gate not in GATES:  # of a command line, its parser refuses it
         expected = f"expected one of {', '.join(GATES)}, or of a plugin (--user-dir, SMOE_PLUGINS)"
         yield f"--moe-gate {config.moe_gate}: {expected}"

@@ -190,22 +190,17 @@ def check_options(cfg) -> None:
     """
     distributed, common = cfg.distributed_training, cfg.common
     back_end = str(distributed.ddp_backend)
-    flattened = not (common.fp16_no_flatten_grads or common.memory_efficient_fp16)
+    flattens = not (common.fp16_no_flatten_grads or common.memory_efficient_fp16)
+    instead = "use --fp16-no-flatten-grads or --memory-efficient-fp16"
+    asynchronous = cfg.checkpoint.write_checkpoints_asynchronously
     pipeline = common.model_parallel_size > 1 or distributed.pipeline_model_parallel
     for flag, is_set, advice in (
         (f"--ddp-backend {back_end}", back_end not in SUPPORTS_EXPERTS, "use legacy_ddp"),
-        (
-            *("--fp16", common.fp16 and flattened),
-            "use --fp16-no-flatten-grads or --memory-efficient-fp16",
-        ),
+        ("--fp16", common.fp16 and flattens, instead),
         ("--amp", common.amp, "use --bf16, or --fp16 with --fp16-no-flatten-grads"),
         ("model or pipeline parallelism", pipeline, "leave it out"),
         ("--use-bmuf", cfg.optimization.use_bmuf, "it would average different experts"),
-        (
-            "--write-checkpoints-asynchronously",
-            cfg.checkpoint.write_checkpoints_asynchronously,
-            "leave it out",
-        ),
+        ("--write-checkpoints-asynchronously", asynchronous, "leave it out"),
     ):
         if is_set:
             raise UsageError(f"{flag} with --expert-parallel: {advice}")

@@ -21,9 +21,7 @@ from smoe_fairseq.files import (
     whole_files,
     write_whole,
 )
-from smoe_fairseq.recipes.data.raw import (
-    SPLITS,
-)
+from smoe_fairseq.recipes.data.raw import SPLITS
 from smoe_fairseq.recipes.data.text_files import Chunk, map_chunks
 from smoe_fairseq.recipes.datasets import Dataset
 from smoe_fairseq.recipes.folders import print_written, shard_folders

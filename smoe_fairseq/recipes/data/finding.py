@@ -319,7 +319,8 @@ def missing(dataset: Dataset, source: Path, split: str, pair: str) -> str:
         expected = f"{' and '.join(dict.fromkeys(names))} by `raw.files`"
     else:
         place = _Place(source, languages, dataset.raw.get("codes", {}), dataset.languages)
-        source = place.folder() or source
+        if folder := place.folder():
+            return missing(dataset, folder, split, pair)
         expected = f"{split}.{pair}.tsv, or {split}.{first} and {split}.{second}"
         for begin in (f"{split}.{pair}.", f"{split}."):
             files = place.by_language(begin)

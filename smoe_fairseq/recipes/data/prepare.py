@@ -25,9 +25,8 @@ from smoe_fairseq.recipes.pretrained import is_foreign, source_of, with_pretrain
 from smoe_fairseq.recipes.processes import command, recipe, run, warn
 from smoe_fairseq.recipes.program_flags import FAIRSEQ_POSITIONS, arguments
 
-# In the folder of binarised text: what it was made of, see `_origin`.
+# In the folder of binarised text: what it was made of, see `_made_of`; and its name until it is complete.
 _RECORD = "preparation.json"
-# There until the folder is complete: what it will be made of, see `_made_of`.
 _UNFINISHED = "unfinished.json"
 
 
@@ -187,7 +186,7 @@ def _prepare(dataset: Dataset, folders: Folders, flags: Sequence[str]) -> None:
             made_of = _made_of(dataset, folders, flags, text)
             files.write_whole(record, json.dumps(made_of) + "\n")
         run(_binarised(dataset, folders, text, partial, flags), dataset.settings)
-        run(_replaced(dataset, folders, text, partial, flags), dataset.settings)
+        run(_replaced(dataset, folders, text, partial), dataset.settings)
     except SystemExit as ended:
         if ended.code >= 128:
             print("# ended by a signal; the same command continues", flush=True)
@@ -267,9 +266,7 @@ def _binarised(
     yield Step("binarise", dataset, text, partial / "dict.txt", partial, workers=_workers(dataset))
 
 
-def _replaced(
-    dataset: Dataset, folders: Folders, raw_text: Path, partial: Path, flags: Sequence[str]
-) -> Iterator[str]:
+def _replaced(dataset: Dataset, folders: Folders, raw_text: Path, partial: Path) -> Iterator[str]:
     """Put what is complete in the place of what was there."""
     if raw_text != folders.raw:
         yield command("rm", "-rf", folders.raw)
@@ -278,9 +275,7 @@ def _replaced(
         print_checks(dataset, partial, _workers(dataset))
     yield command("rm", "-rf", partial / "text", folders.binary)
     if not dataset.settings.dry_run:
-        origin = _origin(dataset, folders, flags)
-        files.write_whole(partial / _RECORD, json.dumps(origin, indent=2) + "\n")
-        (partial / _UNFINISHED).unlink()
+        (partial / _UNFINISHED).rename(partial / _RECORD)
     yield command("mv", partial, folders.binary)
 
 
