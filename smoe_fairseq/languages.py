@@ -49,6 +49,13 @@ def code_of(name: str) -> str:
     return {"no": "nb"}.get(code, code)
 
 
+def spellings(name: str) -> tuple[str, ...]:
+    """The name, and the ISO 639-1 and 639-3 codes of its language: ``en``, ``eng``."""
+    if (language := language_of(name)) is None:
+        return (name,)
+    return tuple(dict.fromkeys((name, code_of(name), language.to_alpha3())))
+
+
 def is_unspaced(name: str) -> bool:
     """Whether a language is written without spaces between its words."""
     language = language_of(name)

@@ -214,12 +214,55 @@ def test_refused_before_anything_is_written(nllb, tmp_path, change, named):
     assert not (tmp_path / "data").exists()
 
 
-def test_a_model_with_experts_is_refused_before_anything_is_written(prepared, tmp_path):
-    source = prepared / "runs/tiny/smoe-2-2/checkpoint_best.pt"
-    settings = write_dataset(tmp_path / "configs", "mine", pretrained=str(source), pairs=["en-fr"])
-    result = step_here("prepare", "mine", cwd=tmp_path, RAW=str(prepared / "text"), **settings)
-    refused(result, str(source), "--moe-freq 0")
-    assert not (tmp_path / "data").exists()
+@pytest.fixture(scope="module")
+def from_experts(prepared, tmp_path_factory) -> tuple[Path, dict[str, str]]:
+    """As ``tuned``, from a run with experts."""
+    folder = tmp_path_factory.mktemp("experts")
+    run_folder = str(prepared / "runs/tiny/smoe-2-2")
+    content = {"pairs": ["en-fr"], "experts": 4, "train": SMALL, "validate": {"metric": "loss"}}
+    settings = write_dataset(folder / "configs", "mine", pretrained=run_folder, **content)
+    settings |= {"GPUS": "0"}
+    result = step_here("prepare", "mine", cwd=folder, RAW=str(prepared / "text"), **settings)
+    assert result.returncode == 0, result.stderr
+    return folder, settings
+
+
+def test_a_run_with_experts(from_experts, prepared):
+    """Its model is fine-tuned by the method that trained it, scored before that, and no other's."""
+    folder, settings = from_experts
+    model = folder / "data/mine/bin/pretrained.pt"
+    old, new = (load(f) for f in (prepared / "runs/tiny/smoe-2-2/checkpoint_best.pt", model))
+    assert old["model"].keys() == new["model"].keys()
+    assert all(torch.equal(old["model"][name], new["model"][name]) for name in old["model"])
+    result = step_here("train", "mine", "smoe-2-2", cwd=folder, DRY_RUN="1", **settings)
+    (words,) = commands(result, "fairseq-train")
+    assert words[words.index("--finetune-from-model") + 1] == "data/mine/bin/pretrained.pt"
+    assert "upcycle" not in result.stdout
+    for method, named in {"dense": "--moe-freq 0", "smoe-3-1": "--smoe-strata 3-1"}.items():
+        refused(step_here("train", "mine", method, cwd=folder, **settings), named, "smoe-2-2")
+    scored = step_here("evaluate", "mine", "pretrained", cwd=folder, JOBS="1", **settings)
+    assert scored.returncode == 0, scored.stderr
+    read = folder / "runs/mine/pretrained/test/en-fr.txt"
+    flags = ("--from", "en", "--to", "fr")
+    text = (folder / "data/mine/raw/test.en-fr.en").read_text()
+    said = run("smoe", "translate", prepared / "runs/tiny/smoe-2-2", *flags, stdin=text, fresh=True)
+    assert read.read_text() in said.stdout
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("flags", [(), ("--gpus", "2", "--expert-parallel")])
+def test_fine_tuning_begins_at_a_run_with_experts(from_experts, tmp_path, flags):
+    folder, settings = from_experts
+    run_dir, words = str(tmp_path / "runs"), ("--lr", "1e-20", *flags)
+    result = recipe(folder, "train", "mine", "smoe-2-2", *words, RUN_DIR=run_dir, **settings)
+    assert result.returncode == 0, result.stdout + result.stderr
+    begun = tmp_path / "runs/mine/smoe-2-2/checkpoint_last.pt"
+    if flags:
+        whole = tmp_path / "whole.pt"
+        run("smoe", "consolidate", begun, "--output", whole)
+        begun = whole
+    start, begun = (load(file)["model"] for file in (folder / "data/mine/bin/pretrained.pt", begun))
+    assert all(torch.equal(begun[name], start[name]) for name in start)
 
 
 @pytest.mark.parametrize(

@@ -230,6 +230,16 @@ NAMED = {  # files, and the settings with which alone they are found; None: ther
         ["en-ha/en_to_ha.tsv", "en-ha/dev.tsv"],
         {"files": {"train": "{pair}/{first}_to_{second}.tsv", "valid": "{pair}/dev.tsv"}},
     ),
+    "meant pattern": (
+        ["tsv/eng-hau/eng_to_hau.tsv", "json/en-hau/dev.json"],
+        {
+            "files": {
+                "train": "tsv/{pair}/{first}_to_{second}.tsv",
+                "valid": "json/{pair}/dev.json",
+                "test": "none/{pair}",
+            }
+        },
+    ),
     "meant folders": (["eng-hau/train.json", "eng-hau/valid", "eng-hau/test"], {}),
 }
 
@@ -239,7 +249,7 @@ def test_names_that_files_have(tmp_path, dataset, kind):
     names, settings = NAMED[kind]
     text = [(f"en {i}", f"ha {i}") for i in range(400)]
     for name in names:
-        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).parent.mkdir(exist_ok=True, parents=True)
         of_both = next((form for ending, form in FORMATS.items() if name.endswith(ending)), None)
         if name.endswith((".src", ".tgt", ".zip", ".en")):
             (tmp_path / name).write_text("a\n" * 9)
@@ -257,7 +267,8 @@ def test_names_that_files_have(tmp_path, dataset, kind):
         wanted = r"/train\.ha is missing" if kind.startswith("half") else wanted
         with pytest.raises(UsageError, match=wanted) as refused:
             gather(own, tmp_path, tmp_path / "raw")
-        assert Path(names[-1]).name.split("*")[0] in str(refused.value)
+        listed = names[-1].partition("/")[0] if kind == "meant pattern" else Path(names[-1]).name
+        assert listed.split("*")[0] in str(refused.value)
         assert not (tmp_path / "raw").exists()
     if settings is not None:
         gather(replace(own, raw=own.raw | settings), tmp_path, tmp_path / "raw")
@@ -734,12 +745,16 @@ def test_what_is_dropped_already_or_leaves_nothing_is_not_advised(tmp_path):
         text = raw / f"train.en-fr.{language}"
         (raw / f"test.en-fr.{language}").write_text(text.read_text())
         text.write_text(2 * text.read_text() + 100 * "1 2\n")
-    content = {"subwords": {"vocab-size": 60}, "clean": {"repeated": "drop", "equal": "keep"}}
-    given = write_dataset(tmp_path / "c", "tiny", pairs=["en-fr"], raw={}, **content)
-    done = step_here("prepare", "tiny", cwd=tmp_path, RAW=str(raw), WORKERS="1", **given)
-    assert done.returncode == 0 and "| en-fr" in done.stdout, done.stderr
-    assert "repeated: drop" not in done.stderr and "overlap: drop" not in done.stderr
-    assert "called en-fr:" in done.stderr
+    for overlap in ("keep", "drop"):  # where it is dropped, little is left
+        clean = {"repeated": "drop", "equal": "keep", "overlap": overlap}
+        content = {"subwords": {"vocab-size": 60}, "clean": clean}
+        folder = tmp_path / overlap
+        given = write_dataset(folder / "c", "tiny", pairs=["en-fr"], raw={}, **content)
+        done = step_here("prepare", "tiny", cwd=folder, RAW=str(raw), WORKERS="1", **given)
+        assert done.returncode == 0 and "| en-fr" in done.stdout, done.stderr
+        if overlap == "keep":
+            assert "repeated: drop" not in done.stderr and "overlap: drop" not in done.stderr
+        assert "called en-fr:" in done.stderr
 
 
 @pytest.mark.soak

@@ -110,11 +110,9 @@ def check_fit(path: Path, weights: Mapping[str, Tensor], target: Mapping[str, Te
             raise UsageError(f"{path}: {name} is {actual}, and by its options {expected}")
 
 
-def refuse_experts(path: Path, state: Mapping, advice: str = "") -> None:
-    """Raise UsageError if the model has experts, with what else to do."""
-    if any(".moe." in name for name in state.get("model") or ()):
-        dense = "a dense model (--moe-freq 0), whose feed-forward networks become experts"
-        raise UsageError(f"{path} has experts: expected {dense}{advice}")
+def has_experts(state: Mapping) -> bool:
+    """Whether the model of a checkpoint's content has MoE layers."""
+    return any(".moe." in name for name in state["model"])
 
 
 def transformer_options(path: Path, state: Mapping) -> dict:
@@ -123,7 +121,9 @@ def transformer_options(path: Path, state: Mapping) -> dict:
     Raises:
         UsageError: as `known_options`; or the model has experts.
     """
-    refuse_experts(path, state)
+    if has_experts(state):
+        dense = "a dense model (--moe-freq 0), whose feed-forward networks become experts"
+        raise UsageError(f"{path} has experts: expected {dense}")
     options = known_options(path, state)
     return {name: value for name, value in options.items() if not is_moe_option(name)}
 

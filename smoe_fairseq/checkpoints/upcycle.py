@@ -185,10 +185,16 @@ def _task_flags(state: Mapping) -> str:
     return " ".join(with_value(each, value) for each, value in lists.items())
 
 
-def size_flags(options: Mapping) -> dict:
-    """The flags of a model's options without MoE layers, if they are not the defaults; True: a bare flag."""
+def size_flags(options: Mapping, experts: bool = False) -> dict:
+    """The flags of a model's options that are not the defaults; True: a bare flag.
+
+    Args:
+        experts: the options of MoE layers, in place of all others.
+    """
     default = SMoETransformerConfig()
-    names = [n for n in SMoETransformerConfig.names() if not is_moe_option(n) and n in options]
+    names = [
+        n for n in SMoETransformerConfig.names() if is_moe_option(n) == experts and n in options
+    ]
     changed = {n: v for n in names if (v := options[n]) != getattr(default, n)}
     return {
         flag_of(f"no_{n}" if v is False else n)[2:]: v is False or v for n, v in changed.items()

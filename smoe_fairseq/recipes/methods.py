@@ -27,7 +27,7 @@ def method_flags(name: str, dataset: Dataset) -> Flags:
         UsageError: the method is unknown, or needs ``experts`` and the data set does not set it.
     """
     if dataset.start and name == PRETRAINED:
-        return {"moe-freq": 0}
+        return dataset.start["experts"]
     configs = dataset.settings.config_dir
     path, strata = method_file(name, configs)
 

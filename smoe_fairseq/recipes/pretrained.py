@@ -19,7 +19,9 @@ _FORM = {
     "rows": int,
     "languages": [str],
     **{name: dict for name in ("task", "train", "model", "options")},
+    "experts?": dict,
 }
+DENSE: Flags = {"moe-freq": 0}
 # Where a data set says nothing else.
 TRAIN: Flags = {"lr": 0.0001, "warmup-updates": 500, "max-update": 10000, "max-tokens": 4096}
 VALIDATE = {"metric": "chrf", "sentences": 200, "every": 500, "patience": 5}
@@ -50,7 +52,7 @@ def with_pretrained(dataset: Dataset, binary: Path | None = None) -> Dataset:
             advice = "delete it to prepare it again"
             raise UsageError(f"{binary} was prepared without `pretrained`: {advice}")
         return dataset
-    record = read_json(binary / RECORD, _FORM)
+    record = {"experts": DENSE} | read_json(binary / RECORD, _FORM)
     if dataset.train.get("arch", "smoe_transformer") != "smoe_transformer":
         raise UsageError(
             f"{dataset.file}: `train.arch`: leave it out; the model is that of {record['source']}"
@@ -87,12 +89,14 @@ def check_options(dataset: Dataset, words: Sequence[str]) -> None:
     for name, value in dataset.start["options"].items():
         if (given := getattr(own, name)) != value:
             raise UsageError(
-                f"{flag_of(name)} {given}: {dataset.start['source']} has {value}; leave it out"
+                f"{flag_of(name)} {given}: {dataset.start['source']} has {value}; expected the same"
             )
 
 
-def upcycled_flags(words: Sequence[str]) -> list[str] | None:
-    """The flags of ``smoe upcycle`` among the words of ``fairseq-train``; None for a dense model."""
+def upcycled_flags(dataset: Dataset, words: Sequence[str]) -> list[str] | None:
+    """The flags of ``smoe upcycle`` among the words of ``fairseq-train``; None if it gives no experts."""
+    if dataset.start["experts"] != DENSE:  # the pretrained model has them
+        return None
     from smoe_fairseq.checkpoints.model import is_moe_option  # imports fairseq
     from smoe_fairseq.models.options import SMoETransformerConfig
 

@@ -144,6 +144,7 @@ class _System:
         runs = [run for run in names if name in (run, run_method(run))]
         self.runs = {run: result for run in runs if (result := scores.read(self.folder / run))}
         if not self.runs:
+            method_flags(run_method(name), dataset)  # raises for an unknown method
             file, advice = self.folder / name / scores.FILE, f"evaluate.sh {dataset.name} {name}"
             raise UsageError(f"{file} is missing: run scripts/{advice} first")
         searches = {scores.other_search(dataset, self.folder / run) for run in self.runs}

@@ -9,7 +9,12 @@ from pathlib import Path
 
 from smoe_fairseq.checkpoints import huggingface_m2m, huggingface_m2m_text, sets
 from smoe_fairseq.checkpoints.content import fingerprint
-from smoe_fairseq.checkpoints.model import refuse_experts, transformer_options, with_model_options
+from smoe_fairseq.checkpoints.model import (
+    has_experts,
+    known_options,
+    transformer_options,
+    with_model_options,
+)
 from smoe_fairseq.checkpoints.reading import open_checkpoint, values_of
 from smoe_fairseq.checkpoints.trained_with import DICTIONARIES, checksum
 from smoe_fairseq.checkpoints.upcycle import size_flags
@@ -28,23 +33,25 @@ from smoe_fairseq.translate.load import checkpoint_of, data_of
 
 TASK = "translation_multi_simple_epoch"
 _STYLES = {"multilingual": "__{}__", "mbart": "[{}]"}  # of fairseq's language tokens
-# Options that a run may set as it likes: they change no weight and no translation.
-_FREE = ("drop", "max_source", "max_target", "activations", "min_params", "freeze")
+# Parts of the names of options that a run may set as it likes: they change neither the names of weights nor
+# what the model computes without dropout and limits.
+_FREE = (
+    *("drop", "max_source", "max_target", "activations", "min_params", "freeze"),
+    *("expert_parallel", "execution", "capacity", "policy", "init_scale", "eom", "fom", "bias_step"),
+)
 
 
 def task_of(source: Path) -> tuple[Path, dict]:
     """The checkpoint of a run or of a file, and the settings of its task.
 
     Raises:
-        UsageError: there is none, or it has experts or no language tokens.
+        UsageError: there is none, or it has no language tokens.
     """
     checkpoint = checkpoint_of(source)
     state = open_checkpoint(checkpoint)
     task = dict(values_of((state.get("cfg") or {}).get("task")))
     if task.get("_name") != TASK or not task.get("langs"):
         raise UsageError(f"{checkpoint}: expected a model of --task {TASK}, with --langs")
-    advice = f"; train.sh continues with experts by --finetune-from-model {checkpoint}"
-    refuse_experts(checkpoint, state, advice)
     return checkpoint, task
 
 
@@ -93,11 +100,11 @@ def adapt(dataset: Dataset, source: Path, raw: Path, output: Path) -> None:
     """Write the model for a data set: ``pretrained.pt``, ``dict.txt``, ``spm.model``, ``pretrained.json``.
 
     Args:
-        source: a run, a checkpoint or what ``smoe import`` wrote, dense, with its text beside it.
+        source: a run, a checkpoint or what ``smoe import`` wrote, with its text beside it.
         raw: the data set's text.
 
     Raises:
-        UsageError: the model has experts, lacks its text, or does not know a language.
+        UsageError: the model lacks its text, or does not know a language.
     """
     try:
         _adapt(dataset, source, raw, output)
@@ -111,7 +118,10 @@ def _adapt(dataset: Dataset, source: Path, raw: Path, output: Path) -> None:
         checkpoint, task = task_of(source)
         check_languages(dataset, task["langs"])
         state = sets.weights_of(checkpoint)
-        options = transformer_options(checkpoint, state) | {"moe_freq": 0}
+        if dense := not has_experts(state):
+            options = transformer_options(checkpoint, state) | {"moe_freq": 0}
+        else:
+            options = known_options(checkpoint, state) | {"expert_parallel": False}
         vocabulary, token = _vocabulary(checkpoint, state, task)
         rows, size = len(vocabulary.symbols), vocabulary.bytes
         known = [token.format(language) for language in task["langs"]]
@@ -146,8 +156,11 @@ def _adapt(dataset: Dataset, source: Path, raw: Path, output: Path) -> None:
             Path(partials[0]).write_text(words, "utf-8")
             Path(partials[1]).write_bytes(vocabulary.subwords)
             sets.write_converted(state, Path(partials[2]), True)
-            fixed = {n: v for n, v in options.items() if not any(part in n for part in _FREE)}
-            fixed.pop("moe_freq")
+            names = ("moe_freq", *options)  # the first that differs is named
+            fixed = {n: options[n] for n in names if not any(part in n for part in _FREE)}
+            experts = size_flags(fixed, experts=True)
+            if dense:  # a method may give it experts
+                fixed.pop("moe_freq")
             record = {
                 "source": source_of(dataset) or str(source),
                 "fingerprint": fingerprint(Path(partials[2])),
@@ -160,6 +173,7 @@ def _adapt(dataset: Dataset, source: Path, raw: Path, output: Path) -> None:
                 },
                 "train": others,
                 "model": model,
+                "experts": experts,
                 "options": fixed,
             }
             Path(partials[3]).write_text(json.dumps(record, indent=2) + "\n", "utf-8")

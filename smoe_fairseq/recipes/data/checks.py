@@ -204,6 +204,9 @@ def _advice(row: Row, dataset: Dataset) -> Iterator[tuple[str, dict[str, dict]]]
         settings = {} if is_whole else {"clean": {"overlap": "drop"}}
         advice = f"; {raw.give_alone(row.pair)}" * is_whole
         yield f"{leaked}, so scores will be too good{advice}", settings
+    if (dropped := counts["read"] - kept) > kept:
+        advice = f"; {raw.give_alone(row.pair)}" * is_whole
+        yield f"{dropped:,} of {counts['read']:,} training pairs are dropped{advice}", {}
     if not is_whole and (elsewhere := row.leaked["other pairs"]):
         leaked = f"{elsewhere:,} sentences of the test set are in the training text of other pairs"
         yield f"{leaked}, so scores may be too good", {"clean": {"overlap": "drop-all"}}

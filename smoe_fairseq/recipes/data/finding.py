@@ -6,12 +6,12 @@ import os
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import islice, product
 from pathlib import Path
 from typing import Any
 
 from smoe_fairseq.errors import UsageError
-from smoe_fairseq.languages import assign, meant
+from smoe_fairseq.languages import assign, meant, spellings
 from smoe_fairseq.recipes.data import elsewhere, readers
 from smoe_fairseq.recipes.data.compression import COMPRESSED
 from smoe_fairseq.recipes.data.normalization import plain, unquoted
@@ -221,6 +221,7 @@ def _published(dataset: Dataset, source: Path, split: str, pair: str, language: 
         return None
     names = publisher_names(dataset, split, pair, language)
     names += tuple(Path(name).name for name in names)
+    names += publisher_names(dataset, split, pair, language, spellings)
     return next(filter(None, (_existing(source / name) for name in names)), None)
 
 
@@ -246,24 +247,39 @@ def _both_match(first: Path, second: Path, *_more: Path) -> UsageError:
     return UsageError(f"{first} and {second} both match: {advice}")
 
 
-def publisher_names(dataset: Dataset, split: str, pair: str, language: str) -> tuple[str, ...]:
+def publisher_names(
+    dataset: Dataset,
+    split: str,
+    pair: str,
+    language: str,
+    spelled: Callable[[str], tuple[str, ...]] = lambda name: (name,),
+) -> tuple[str, ...]:
     """The possible names of a publisher's file, by the pattern ``raw.files`` with the pair in either order.
 
     In the pattern, ``{code}`` is the publisher's code of the language (``raw.codes``), ``{first}`` and
     ``{second}`` are the languages of the pair, ``{sorted}`` is the pair in alphabetical order, and
     ``{split}`` is the publisher's name of the split (``raw.splits``).
+
+    Args:
+        spelled: the codes of a language to try, the likeliest first.
     """
     patterns = dataset.raw.get("files", SHARED)
     pattern = patterns if isinstance(patterns, str) else patterns.get(split, SHARED)
-    words = {
-        "split": dataset.raw.get("splits", {}).get(split, split),
-        "sorted": "-".join(sorted(pair.split("-"))),
-        "language": language,
-        "code": dataset.raw.get("codes", {}).get(language, language),
-    }
-    orders = {order: order.split("-") for order in both_orders(pair)}
-    names = (pattern.format(pair=o, first=a, second=b, **words) for o, (a, b) in orders.items())
-    return tuple(dict.fromkeys(names))
+    codes, names = dataset.raw.get("codes", {}), {}
+    for order in both_orders(pair):
+        place = order.split("-").index(language)
+        for spelling in product(*map(spelled, order.split("-"))):
+            own = spelling[place]
+            name = pattern.format(
+                split=dataset.raw.get("splits", {}).get(split, split),
+                pair="-".join(spelling),
+                sorted="-".join(sorted(spelling)),
+                **{"first": spelling[0], "second": spelling[1]},
+                language=own,
+                code=codes.get(language, own),
+            )
+            names[name] = None
+    return tuple(names)
 
 
 def all_publisher_names(dataset: Dataset) -> tuple[tuple[str, ...], ...]:

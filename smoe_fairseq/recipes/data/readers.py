@@ -162,14 +162,15 @@ def _tab_separated(path: Path, languages: Languages) -> Iterator[Pair]:
                 if twice is not None:
                     raise UsageError(f"{path}, line 1: {twice} names two columns; expected one")
                 continue
-            parts = path.name.split(".")
+            parts = [*path.name.split("."), path.parent.name]
             orders = (tuple(part.split("-")) for part in parts if part.count("-") == 1)
             named = next(filter(None, (_places(languages, order) for order in orders)), None)
             is_header = are_languages(names) or {*map(str.casefold, names)} <= _ROLES
             if is_header or columns != 2 or named is None:
                 expected = f"names of columns, with {languages} among them"
                 name = f"two columns and a name such as train.{'-'.join(languages.own)}.tsv"
-                raise UsageError(f"{path}, line 1: expected {expected}, or {name}")
+                shown = " | ".join(names)
+                raise UsageError(f"{path}, line 1, {shown:.60}: expected {expected}, or {name}")
             places, quoted = named, False
         if len(cells) != columns:
             found = f"expected {columns} columns, as in line 1, not {len(cells)}"

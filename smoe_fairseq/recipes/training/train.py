@@ -159,7 +159,7 @@ def _run_lines(
 def _start(dataset: Dataset, words: Sequence[str], folder: Path) -> tuple[list[str], list[str]]:
     """The flag that starts from the pretrained model, and the command that gives it experts before."""
     model = Folders(dataset).binary / pretrained.MODEL
-    if (experts := pretrained.upcycled_flags(words)) is None:
+    if (experts := pretrained.upcycled_flags(dataset, words)) is None:
         return ["--finetune-from-model", str(model)], []
     upcycled, seed = folder / pretrained.UPCYCLED, flag_values(words).get("--seed", "1")
     output = ("--output", upcycled, "--force", "--seed", seed)
