@@ -37,7 +37,16 @@ _STYLES = {"multilingual": "__{}__", "mbart": "[{}]"}  # of fairseq's language t
 # what the model computes without dropout and limits.
 _FREE = (
     *("drop", "max_source", "max_target", "activations", "min_params", "freeze"),
-    *("expert_parallel", "execution", "capacity", "policy", "init_scale", "eom", "fom", "bias_step"),
+    *(
+        "expert_parallel",
+        "execution",
+        "capacity",
+        "policy",
+        "init_scale",
+        "eom",
+        "fom",
+        "bias_step",
+    ),
 )
 
 
