@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The study of fine-tuning (docs/finetuning-study-plan.md), from text to report: scripts/finetuning_study.sh
+# The study of fine-tuning (results/finetuning/plan.md), from text to report: scripts/finetuning_study.sh
 # It goes on where it stopped, with two runs in parallel. LIBREOFFICE is the archive of translations, MULTI30K the
 # folder of its text; BLOCKS are the seeds, 1 to 8. A block is complete when the script says so: commit results/ then.
 [ -n "${BASH_VERSION:-}" ] || exec bash "$0" "$@"  # `sh scripts/...`, where sh is another shell

@@ -109,11 +109,11 @@ def _is_input_error(error: BaseException) -> bool:
 
 
 @contextmanager
-def naming_file(path: os.PathLike | str, what: str = "its settings") -> Iterator[None]:
+def naming_file(path: os.PathLike | str, what: str = "its content") -> Iterator[None]:
     """Errors that a file's content causes name the file.
 
     Raises:
-        UsageError: ``PATH: its settings cannot be used (KeyError 'nope')``, also for a UsageError about
+        UsageError: ``PATH: its content cannot be used (KeyError 'nope')``, also for a UsageError about
             the value of a flag, since the value is the file's. An OSError or EOFError, a plain Exception
             of fairseq, and any other UsageError are raised unchanged.
     """

@@ -5,7 +5,7 @@ from argparse import Namespace
 from pathlib import Path
 
 import pytest
-from commands import preprocess, refused, run
+from commands import changed, generation, preprocess, refused, run
 from fairseq.data import Dictionary
 from sampling import soak
 from test_expert_parallel_checkpoints import call, refusal
@@ -59,6 +59,17 @@ def test_training(ranks, data, trained, tmp_path, given):
     assert last.startswith(f"error: {sentence(trained, data[1] / 'dict.src.txt')}")
     assert not list((tmp_path / "new").glob("*.pt"))
     assert ranks.start(tmp_path, 1, data[0], *words, one=True).wait() == [0]
+
+
+def test_the_other_direction_of_a_joint_dictionary(data, trained, tmp_path):
+    """All tensors fit, and nothing but the settings tells that the model does not know it."""
+    directed = {"source_lang": "src", "target_lang": "tgt"}  # as by -s src -t tgt in training
+    change = lambda state: state["cfg"]["task"].update(directed)  # noqa: E731
+    trained = changed(trained, tmp_path / "directed.pt", change)
+    words = [*generation(data[0], trained), "--user-dir", PLUGIN]
+    said = run("fairseq-generate", *words, "-s", "tgt", "-t", "src", check=False)
+    refused(said, trained, "--source-lang src", "--target-lang tgt")
+    assert "H-0" in run("fairseq-generate", *words, "-s", "src", "-t", "tgt").stdout
 
 
 @pytest.mark.soak

@@ -224,6 +224,8 @@ NAMED = {  # files, and the settings with which alone they are found; None: ther
     "half": (["valid.en", "train.en"], None),
     "half folder": (["en-ha/valid.en", "en-ha/train.en"], None),
     "folders": (["en-ha/train.tsv", "en-ha/dev.json"], {"splits": {"valid": "dev"}}),
+    "inner folders": (["tsv/en-ha/train.tsv", "tsv/en-ha/valid.tsv"], {}),
+    "twice": (["tsv/en-ha/train.tsv", "json/en-ha/train.json"], None),
     "others": (["train.en-sw.tsv", "dev.en-sw.tsv"], None),
     "pattern": (["en-ha/train.tsv", "en-ha/valid.tsv"], {}),
     "order": (
@@ -265,9 +267,11 @@ def test_names_that_files_have(tmp_path, dataset, kind):
     if settings != {}:
         wanted = r"expected (train|valid).en-ha.tsv, or .*{splits: {\1: .*{files: "
         wanted = r"/train\.ha is missing" if kind.startswith("half") else wanted
+        listed = Path(names[-1]).name
+        if kind in ("twice", "meant pattern"):
+            wanted, listed = "both match", str(Path(names[-1]).parent)
         with pytest.raises(UsageError, match=wanted) as refused:
             gather(own, tmp_path, tmp_path / "raw")
-        listed = names[-1].partition("/")[0] if kind == "meant pattern" else Path(names[-1]).name
         assert listed.split("*")[0] in str(refused.value)
         assert not (tmp_path / "raw").exists()
     if settings is not None:
@@ -282,15 +286,24 @@ def lines_of_pairs(prefix: Path) -> list[tuple[str, str]]:
     return pairs
 
 
-def test_line_breaks_in_quoted_cells(tmp_path):
+def test_line_breaks_and_tabs_in_quoted_cells(tmp_path):
     """As Python's csv module writes and reads them."""
     cells = [("a", "b"), ("one\ntwo", "c"), ("d", "one\n\ntwo"), ("x\ny", 'z "q"\n"w"'), ("e", "f")]
+    cells += [("a\tb", "c"), ("d", "e\t \t"), ("x\ty", 'z\t "q"\t'), ("g", "h")]
     with open(tmp_path / "train.tsv", "w", newline="") as file:
         csv.writer(file, "excel-tab", lineterminator="\n").writerows([("en", "ha"), *cells])
     files = dict.fromkeys(("en", "ha"), tmp_path / "train.tsv")
     read = [tuple(side.split() for side in pair) for pair in readers.pairs(files)]
     assert read == [tuple(side.split() for side in pair) for pair in cells]
-    for end in ('a\t"b\nc\n', '"a\nb\n', '"a\nb"\tc\td\n', 'a\t"b\nc"d\n'):
+    for end in (
+        "a\tb\tc\n",
+        'a\t"b"\tc\n',
+        'a\t"b\tc\n',
+        'a\t"b\nc\n',
+        '"a\nb\n',
+        '"a\nb"\tc\td\n',
+        'a\t"b\nc"d\n',
+    ):
         (tmp_path / "train.tsv").write_text(f"en\tha\n{end}")
         with pytest.raises(UsageError, match=r"train.tsv, line [23]\b"):
             [*readers.pairs(files)]

@@ -88,7 +88,7 @@ def run_import(args: Namespace) -> None:
     if not (is_folder or args.path.suffix or read[0].exists()):
         raise UsageError(f"{args.path}: expected a file or folder of this machine (`hf download`)")
     check_output(read, [args.output], args.force)
-    with quietly(), naming_file(args.path, "its content"):
+    with quietly(), naming_file(args.path):
         state, contents = (read_folder if is_folder else import_checkpoint)(args.path)
     folder = args.output.absolute().parent
     files = [folder / name for name in contents if not _exists(folder / name, contents[name])]

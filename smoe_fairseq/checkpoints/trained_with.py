@@ -111,7 +111,7 @@ def compare_when_loaded(original, *arguments, **options):
         saved = contents[0].get("cfg") or {"args": contents[0].get("args")}
         check_names(saved, overrides, "--model-overrides ")
     message = f"{paths[0]}: its training had {' '.join(others.values())}; expected the same here"
-    if others.keys() & LANGUAGE_TOKENS:
+    if others.keys() & {*LANGUAGE_TOKENS, *_DIRECTION}:
         raise UsageError(message)
     try:
         with as_loaded():
@@ -130,6 +130,7 @@ LANGUAGE_TOKENS = {
     *("encoder_langtok", "decoder_langtok", "langtoks", "lang_tok_style"),
     "lang_tok_replacing_bos_eos",
 }
+_DIRECTION = ("source_lang", "target_lang")
 
 
 def other_flags(content: Mapping, task) -> dict[str, str]:
@@ -150,6 +151,11 @@ def other_flags(content: Mapping, task) -> dict[str, str]:
     flags = _differing(before, now)
     if flags.keys() & {"encoder_langtok", "decoder_langtok"} or not saved.get("langtoks"):
         flags.pop("langtoks", None)  # fairseq sets it by these
+    direction, asked = ([each.get(name) for name in _DIRECTION] for each in (saved, current))
+    if (
+        direction == asked[::-1] != asked
+    ):  # with a joint dictionary, it would translate badly in silence
+        flags |= {name: with_value(name, saved[name]) for name in _DIRECTION}
     return flags
 
 

@@ -301,7 +301,7 @@ def name_unusable_checkpoint(original, filenames, *others, **options):
 def name_unreadable_checkpoints(original, path, *others, **options):
     import torch
 
-    with reading(path), naming_file(path, "its content"):
+    with reading(path), naming_file(path):
         if os.path.exists(path):  # before fairseq upgrades older content
             state = torch.load(path, "cpu", mmap=is_archive(path), weights_only=True)
             check_content(path, state, has_config="ema" not in original.__name__)

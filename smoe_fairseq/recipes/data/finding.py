@@ -5,7 +5,7 @@ import hashlib
 import os
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice, product
 from pathlib import Path
 from typing import Any
@@ -78,8 +78,9 @@ def find(dataset: Dataset, source: Path, split: str, pair: str) -> Section | Non
     languages (see `readers`), such as ``train.en-ha.tsv`` or ``train.tmx``. Last, text that is not split:
     named by ``raw.files`` alike for all splits, a ``{language}.txt`` for each language,
     ``{pair}.{language}`` or ``{pair}.tsv``, which are split by ``raw.parallel`` and ``raw.split``. A pair
-    that has none of these may have them in its own folder, such as ``en-ha``. All may be compressed.
-    ``raw.splits`` gives other names of the splits. Names of languages match by meaning if none is the same.
+    that has none of these may have them in its own folder, such as ``en-ha`` or ``tsv/en-ha``. All may be
+    compressed. ``raw.splits`` gives other names of the splits. Names of languages match by meaning if none is
+    the same.
 
     Raises UsageError if several match, and for settings that give one text to train and to validate or test.
     """
@@ -130,7 +131,20 @@ class _Place:
     all_languages: tuple[str, ...]
 
     def folder(self) -> Path | None:
-        """The pair's own folder, such as ``en-ha``; None if there is none."""
+        """The pair's own folder, such as ``en-ha``, perhaps within another; None if there is none.
+
+        Raises UsageError if several folders have one.
+        """
+        if own := self._named_folder():
+            return own
+        below = (replace(self, source=path) for path in sorted(self.source.glob("[!.]*/")))
+        found = [*filter(None, (place._named_folder() for place in below))]
+        if len(found) > 1:
+            both = f"{found[0]} and {found[1]} both match"
+            raise UsageError(f"{both}: give one of the folders they are in by --raw, or keep one")
+        return found[0] if found else None
+
+    def _named_folder(self) -> Path | None:
         names = [*self.pairs("", by_meaning=False), *self.pairs("", by_meaning=True)]
         return next(filter(Path.is_dir, (self.source / name for name in names)), None)
 

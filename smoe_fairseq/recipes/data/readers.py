@@ -182,8 +182,9 @@ def _tab_separated(path: Path, languages: Languages) -> Iterator[Pair]:
 def _rows(path: Path) -> Iterator[tuple[int, list[str]]]:
     """The number of each line that is not empty, and its cells.
 
-    A quoted cell may have line breaks, which become blanks. A last cell whose quote is open is joined with
-    the lines that follow, if that closes it and no row gets more cells than the first line has.
+    A quoted cell may have tabs and line breaks, which become blanks. If a row has too many cells, one whose
+    quote is open is joined with those that follow. A last cell whose quote is open is joined with the lines
+    that follow, if that closes it and no row gets more cells than the first line has.
     """
     columns, numbered, again = 0, enumerate(lines(path), 1), []
 
@@ -193,22 +194,35 @@ def _rows(path: Path) -> Iterator[tuple[int, list[str]]]:
     while first := read():
         cells, more = first[1].split("\t"), []
         columns = columns or len(cells)
+        if too_many := len(cells) > columns:
+            cells = _joined(cells)
         while _is_open(cells[-1]) and len(cells) <= columns and len(more) < 99:
             if (following := read()) is None:
                 break
             more.append(following)
             rest, *others = following[1].split("\t")
             cells = [*cells[:-1], f"{cells[-1]}\n{rest}", *others]
-        if more:
-            whole = [unquoted(cell) if "\n" in cell else cell for cell in cells]
-            quoted = all(new != cell for cell, new in zip(cells, whole) if "\n" in cell)
+        if more or too_many:
+            broken = [re.search(r"[\n\t]", cell) for cell in cells]
+            whole = [unquoted(cell) if each else cell for cell, each in zip(cells, broken)]
+            quoted = all(new != cell for cell, new, each in zip(cells, whole, broken) if each)
             if quoted and len(cells) <= columns:
-                cells = [cell.replace("\n", " ") for cell in whole]
+                cells = [re.sub(r"[\n\t]", " ", cell) for cell in whole]
             else:  # these are rows of their own
                 cells = first[1].split("\t")
                 again += more[::-1]
         if cells != [""]:
             yield first[0], cells
+
+
+def _joined(cells: list[str]) -> list[str]:
+    joined = []
+    for cell in cells:
+        if joined and _is_open(joined[-1]):
+            joined[-1] += f"\t{cell}"
+        else:
+            joined.append(cell)
+    return joined
 
 
 def _is_open(cell: str) -> bool:

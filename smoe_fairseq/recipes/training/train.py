@@ -71,7 +71,8 @@ def train(dataset: Dataset, method: str, flags: Sequence[str], force_resume: boo
     if started := pretrained.started(dataset, words):
         start, upcycle = _start(dataset, words, folder)
         started += start
-    for last in () if restored else filter(is_cut_off, folder.glob("checkpoint_last*.pt")):
+    lasts = () if restored and not newer else folder.glob("checkpoint_last*.pt")
+    for last in filter(is_cut_off, lasts):
         advice = "delete it, and the same command resumes from the newest other checkpoint, if any"
         raise UsageError(f"{last} is cut off: {advice}")
     if not restored and (newest := newest_checkpoint(folder)):
