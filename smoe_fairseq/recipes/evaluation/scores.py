@@ -178,7 +178,7 @@ def other_search(dataset: Dataset, folder: Path) -> str:
     content, usual = _content(folder), flag_values(arguments(dataset.generate))
     which, _ = checkpoint_of(folder)
     used = flag_values(content["generate"].split()) if "generate" in content else usual
-    flags = [f"--checkpoint {which}"] if which not in ("", dataset.checkpoint) else []
+    flags = [f"--checkpoint {which}"] if which not in ("", folder.name, dataset.checkpoint) else []
     flags += [f"{flag} {v}".strip() for flag, v in used.items() if usual.get(flag) != v]
     return " ".join([*flags, *(f"without {flag}" for flag in usual if flag not in used)])
 
