@@ -395,6 +395,16 @@ def test_only_a_failure_of_the_server_is_tried_again(tmp_path, server, status, a
     assert server.starts == [0] * attempts
 
 
+@pytest.mark.parametrize("key, value", [("arch", "smoe_transformer_small"), ("max-updates", 9)])
+def test_settings_of_the_training_are_checked_before_the_text(tmp_path, key, value):
+    settings = {"arch": "smoe_transformer_tiny", key: value}
+    given = write_dataset(tmp_path / "configs", "mine", pairs=["en-fr"], train=settings)
+    write_text(tmp_path / "text", "en-fr", train=30, valid=20)
+    said = step_here("prepare", "mine", cwd=tmp_path, RAW="text", **given)
+    refused(said, "mine.yaml", f"train.{key}", value)
+    assert not (tmp_path / "data").exists()
+
+
 def test_no_module_of_the_current_folder_is_run(tmp_path):
     (tmp_path / "yaml.py").write_text("open('run', 'w')")
     given = write_dataset(

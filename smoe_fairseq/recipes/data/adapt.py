@@ -71,8 +71,8 @@ def languages_of(source: Path) -> list[str] | None:
     """
     if not os.path.lexists(source) and source.suffix != ".pt":
         raise UsageError(
-            f"`pretrained: {source}`: there is no such folder; `hf download NAME --local-dir FOLDER` gets a "
-            "model from the hub, then give FOLDER"
+            f"`pretrained: {source}`: there is no such run, checkpoint or folder; `hf download NAME "
+            "--local-dir FOLDER` gets a model from the hub, then give FOLDER"
         )
     if not is_foreign(source):
         return task_of(source)[1]["langs"]

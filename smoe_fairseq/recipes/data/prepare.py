@@ -23,7 +23,7 @@ from smoe_fairseq.recipes.datasets import Dataset, naming_settings
 from smoe_fairseq.recipes.folders import PARTIAL, Folders, package_folder
 from smoe_fairseq.recipes.pretrained import is_foreign, source_of, with_pretrained
 from smoe_fairseq.recipes.processes import command, recipe, run, warn
-from smoe_fairseq.recipes.program_flags import FAIRSEQ_POSITIONS, arguments
+from smoe_fairseq.recipes.program_flags import FAIRSEQ_POSITIONS, arguments, parse_flags
 
 # In the folder of binarised text: what it was made of, see `_made_of`; and its name until it is complete.
 _RECORD = "preparation.json"
@@ -50,10 +50,11 @@ def prepare(dataset: Dataset, flags: Sequence[str] = ()) -> None:
 
             if known := languages_of(Path(source)):
                 check_languages(dataset, known)
+    if not dataset.settings.dry_run and _is_prepared(dataset, folders, flags):
+        return
+    _check_training(dataset)
     if dataset.settings.dry_run:
         _prepare(dataset, folders, flags)
-        return
-    if _is_prepared(dataset, folders, flags):
         return
     folders.data.mkdir(parents=True, exist_ok=True)
     locks.lock_folder(folders.data, locks.PREPARATION)
@@ -64,6 +65,14 @@ def prepare(dataset: Dataset, flags: Sequence[str] = ()) -> None:
         locks.unlock_folder(folders.data, locks.PREPARATION)
         with contextlib.suppress(OSError):
             folders.data.rmdir()  # if nothing was written
+
+
+def _check_training(dataset: Dataset) -> None:
+    """Raise UsageError if ``fairseq-train`` refuses a setting of ``train``, rather than after this work."""
+    if "arch" in dataset.train:  # by which its flags are known
+        words = ["DATA", *arguments(dataset.task | dataset.train)]
+        with naming_settings(dataset, ("train", "task")), quietly():
+            parse_flags("fairseq-train", words)
 
 
 def _is_prepared(dataset: Dataset, folders: Folders, flags: Sequence[str]) -> bool:
@@ -151,9 +160,9 @@ def _prepare(dataset: Dataset, folders: Folders, flags: Sequence[str]) -> None:
         return
     if source and not source.is_dir() and not dataset.raw.get("messages") and not dry_run:
         unpack = ": unpack it, and give the folder" * source.is_file()
-        raise UsageError(
-            f"--raw {source}: expected a folder with the text of {dataset.name}{unpack}"
-        )
+        found = "it is missing" if not source.exists() else "it is a file"
+        expected = f"expected a folder with the text of {dataset.name}"
+        raise UsageError(f"--raw {source}: {found}; {expected}{unpack}")
     if source and (elsewhere := dataset.source.get("datasets")):
         text = f"`source.datasets` of {dataset.name} names its text, {elsewhere}"
         raise UsageError(f"--raw {source}: {text}: leave one of them out")
