@@ -152,9 +152,7 @@ def other_flags(content: Mapping, task) -> dict[str, str]:
     if flags.keys() & {"encoder_langtok", "decoder_langtok"} or not saved.get("langtoks"):
         flags.pop("langtoks", None)  # fairseq sets it by these
     direction, asked = ([each.get(name) for name in _DIRECTION] for each in (saved, current))
-    if (
-        direction == asked[::-1] != asked
-    ):  # with a joint dictionary, it would translate badly in silence
+    if direction == asked[::-1] != asked:  # of a joint dictionary, all tensors would fit
         flags |= {name: with_value(name, saved[name]) for name in _DIRECTION}
     return flags
 

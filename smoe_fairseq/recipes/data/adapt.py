@@ -35,19 +35,8 @@ TASK = "translation_multi_simple_epoch"
 _STYLES = {"multilingual": "__{}__", "mbart": "[{}]"}  # of fairseq's language tokens
 # Parts of the names of options that a run may set as it likes: they change neither the names of weights nor
 # what the model computes without dropout and limits.
-_FREE = (
-    *("drop", "max_source", "max_target", "activations", "min_params", "freeze"),
-    *(
-        "expert_parallel",
-        "execution",
-        "capacity",
-        "policy",
-        "init_scale",
-        "eom",
-        "fom",
-        "bias_step",
-    ),
-)
+_FREE = """drop max_source max_target activations min_params freeze expert_parallel execution capacity_factor
+    policy init_scale eom fom bias_step""".split()
 
 
 def task_of(source: Path) -> tuple[Path, dict]:

@@ -32,10 +32,11 @@ TESTS = "tests in training: source / target / pair / other pairs"
 _SHOWN = 20  # faults that are printed
 _LEGEND = f"""
 read, kept: pairs of the training text, before and after cleaning; empty: a side is empty;
-repeated: an earlier pair is the same; equal: both sides are the same; over 1:{MAX_RATIO}: one side has more
-than {MAX_RATIO} times the words of the other; too long: longer than the model allows, never trained on;
-tests in training: distinct test sentences that are also in the training text; unknown: tokens without a
-subword; best BLEU, best chrF++: the highest scores that are possible with these subwords"""
+repeated: an earlier pair is the same; equal: both sides are the same; overlap: a side is also in the tests
+or, with clean.overlap, in the validation text; over 1:{MAX_RATIO}: one side has more than {MAX_RATIO} times the words of
+the other; too long: longer than the model allows, never trained on; tests in training: distinct test
+sentences that are also in the kept text; unknown: tokens without a subword; best BLEU, best chrF++: the
+highest scores that are possible with these subwords"""
 
 
 @dataclass
@@ -165,11 +166,11 @@ def reachable(model, lines: list[str], tokenizer: str) -> tuple[float, float]:
 
 def _table(rows: list[Row]) -> str:
     """The table, and what its columns mean."""
-    header = ["pair", "read", "kept", "empty", "repeated", "equal", f"over 1:{MAX_RATIO}"]
+    header = ["pair", "read", "kept", "empty", "repeated", "equal", "overlap", f"over 1:{MAX_RATIO}"]
     header += ["too long", TESTS, "unknown", "best BLEU", "best chrF++"]
     body = []
     for row in rows:
-        names = ("read", "kept", "empty", "repeated", "equal", "max-ratio", "too long")
+        names = ("read", "kept", "empty", "repeated", "equal", "overlap", "max-ratio", "too long")
         leaked = " / ".join(map(str, row.leaked.values()))
         scores = ["-" if x is None else f"{x:.1f}" for x in (row.bleu, row.chrf)]
         marked = "" if row.chrf is None or row.chrf >= REACHABLE else " (!)"

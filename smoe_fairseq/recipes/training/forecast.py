@@ -7,7 +7,7 @@ from smoe_fairseq.host_memory import machine_memory
 from smoe_fairseq.recipes.datasets import Dataset
 from smoe_fairseq.recipes.folders import Folders, vocab_size
 from smoe_fairseq.recipes.program_flags import flag_values, parse_flags
-from smoe_fairseq.recipes.training.batch import longest_sentence
+from smoe_fairseq.recipes.training.batch import longest_sentence, most_positions
 from smoe_fairseq.recipes.training.launcher import Launch
 
 
@@ -50,7 +50,7 @@ def _forecast(dataset: Dataset, launch: Launch, words: list[str]) -> tuple[list[
     values = flag_values(words)
     if "--max-tokens" not in values and (sentences := values.get("--batch-size", "")).isdecimal():
         flags.max_tokens = int(sentences) * length
-    length = min(length, flags.max_tokens)
+    length = min(length, flags.max_tokens, most_positions({}, words))
     vocabulary = vocab_size(dataset) + 1 + len(dataset.languages)  # <pad> and language tokens
     run = memory.Run(build_meta_model(flags, vocabulary), flags, ranks, length)
     cost = count(run.model)
