@@ -50,12 +50,12 @@ def prepare(dataset: Dataset, flags: Sequence[str] = ()) -> None:
 
             if known := languages_of(Path(source)):
                 check_languages(dataset, known)
-    if not dataset.settings.dry_run and _is_prepared(dataset, folders, flags):
-        return
-    _check_training(dataset)
     if dataset.settings.dry_run:
         _prepare(dataset, folders, flags)
         return
+    if _is_prepared(dataset, folders, flags):
+        return
+    _check_training(dataset)
     folders.data.mkdir(parents=True, exist_ok=True)
     locks.lock_folder(folders.data, locks.PREPARATION)
     try:
