@@ -219,9 +219,8 @@ def _translate(evaluation: Evaluation) -> None:
                         done = f"({len(scored)} of {count})"
                         print(f"# {direction}: {scored[direction]} {done}", flush=True)
         except SystemExit:  # a signal
-            print(
-                f"# ended: {len(scored)} of {count} scored; the same command continues", flush=True
-            )
+            ended = f"# ended: {len(scored)} of {count} directions scored"
+            print(f"{ended}; finished sentences are kept, the same command continues", flush=True)
             raise
     if odd := ", ".join(direction for direction, score in scored.items() if score.has_odd_length):
         warn(
