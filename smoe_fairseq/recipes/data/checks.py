@@ -166,8 +166,8 @@ def reachable(model, lines: list[str], tokenizer: str) -> tuple[float, float]:
 
 def _table(rows: list[Row]) -> str:
     """The table, and what its columns mean."""
-    header = ["pair", "read", "kept", "empty", "repeated", "equal", "overlap", f"over 1:{MAX_RATIO}"]
-    header += ["too long", TESTS, "unknown", "best BLEU", "best chrF++"]
+    header = ["pair", "read", "kept", "empty", "repeated", "equal", "overlap"]
+    header += [f"over 1:{MAX_RATIO}", "too long", TESTS, "unknown", "best BLEU", "best chrF++"]
     body = []
     for row in rows:
         names = ("read", "kept", "empty", "repeated", "equal", "overlap", "max-ratio", "too long")
