@@ -178,6 +178,8 @@ def test_through_the_script(tmp_path, training):  # noqa: F811
     (folder / "checkpoint_last.pt").touch()
     sentence = refusal(recipe(tmp_path, "train", "m15", "moe", "--dropout", "0.7", **given))
     assert "runs/m15/moe was started with" in sentence and "--dropout 0.7" in sentence
+    sentence = refusal(recipe(tmp_path, "train", "m15", "moe", "--dropuot", "0.7", **given))
+    assert "--dropuot" in sentence and "--dropout" in sentence and "runs/m15" not in sentence
 
 
 def test_another_machine_of_the_run_joins_it(started, tmp_path, monkeypatch):

@@ -85,11 +85,15 @@ def check_options(dataset: Dataset, words: Sequence[str]) -> None:
     """Raise UsageError if the words of ``fairseq-train`` describe another model than the pretrained one."""
     with quietly():
         from smoe_fairseq.analysis.cost import config_of, parse_model  # imports fairseq
+        from smoe_fairseq.checkpoints.model import is_moe_option
     own = config_of(parse_model(words))
     for name, value in dataset.start["options"].items():
         if (given := getattr(own, name)) != value:
+            expected = (
+                "expected the method that trained it" if is_moe_option(name) else "leave it out"
+            )
             raise UsageError(
-                f"{flag_of(name)} {given}: {dataset.start['source']} has {value}; expected the same"
+                f"{flag_of(name)} {given}: {dataset.start['source']} has {value}; {expected}"
             )
 
 

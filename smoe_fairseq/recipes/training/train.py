@@ -7,7 +7,7 @@ from pathlib import Path
 
 from smoe_fairseq.checkpoints.content import is_cut_off
 from smoe_fairseq.compat.checkpoint_names import newest_checkpoint
-from smoe_fairseq.errors import UsageError
+from smoe_fairseq.errors import UsageError, quietly
 from smoe_fairseq.files import open_plain
 from smoe_fairseq.plugins import imported
 from smoe_fairseq.recipes import pretrained
@@ -15,7 +15,7 @@ from smoe_fairseq.recipes.datasets import Dataset, naming_settings
 from smoe_fairseq.recipes.folders import Folders, package_folder, run_name, seed_of
 from smoe_fairseq.recipes.methods import PRETRAINED, has_strata, method_flags
 from smoe_fairseq.recipes.processes import CommandError, command, run, warn
-from smoe_fairseq.recipes.program_flags import Flags, arguments, flag_values
+from smoe_fairseq.recipes.program_flags import Flags, arguments, flag_values, parse_flags
 from smoe_fairseq.recipes.training import identity, picture
 from smoe_fairseq.recipes.training.batch import (
     batch_choices,
@@ -78,8 +78,9 @@ def train(dataset: Dataset, method: str, flags: Sequence[str], force_resume: boo
     if not restored and (newest := newest_checkpoint(folder)):
         words, start = [*words, "--restore-file", str(newest)], []
         warn(f"{folder} has no checkpoint_last.pt: training resumes from {newest.name}")
+    sections = (f"methods.{method}", "train", "task")
     if not any(folder.glob("checkpoint_last*.pt")):  # a resumed run had its forecast earlier
-        with naming_settings(dataset, (f"methods.{method}", "train", "task"), flags):
+        with naming_settings(dataset, sections, flags):
             comments, warnings = forecast(dataset, launch, words)
         notes += comments
         for warning in warnings:
@@ -92,7 +93,13 @@ def train(dataset: Dataset, method: str, flags: Sequence[str], force_resume: boo
         notes += [f"{wait}; MASTER_ADDR is the first one's address, on all of them"]
     if not dataset.settings.dry_run:
         run_identity = (method, folders.binary, [*words, *started], launch.processes)
-        if not identity.claim(*run_identity, force_resume, machines):
+        try:
+            unfinished = identity.claim(*run_identity, force_resume, machines)
+        except UsageError:  # of other flags: perhaps one is mistyped
+            with naming_settings(dataset, sections, flags), quietly():
+                parse_flags("fairseq-train", words)
+            raise
+        if not unfinished:
             limits = " or ".join(identity.limits(flag_values(words))) or "--max-update"
             advice = f"give a larger {limits} to continue, or another --seed for another run"
             print(f"{folder} is trained already, to the requested limits: {advice}")
