@@ -729,6 +729,8 @@ def test_the_table_tells_what_is_odd(tmp_path):
         tests = (raw / f"test.en-fr.{language}").read_bytes()
         with open(raw / f"train.en-fr.{language}", "ab") as train:
             train.write(tests + b'"the ""same"""\n' + b"x\n\n"[: 2 + (language == "en")])
+        with open(raw / f"valid.en-fr.{language}", "ab") as valid:
+            valid.write(tests.splitlines(keepends=True)[0])
     content = {"subwords": {"vocab-size": 60}, "train": {"max-source-positions": 30}}
     given = write_dataset(tmp_path / "c", "tiny", pairs=["en-fr"], **content)
     done = step_here("prepare", "tiny", cwd=tmp_path, RAW=str(raw), WORKERS="1", **given)
@@ -737,6 +739,7 @@ def test_the_table_tells_what_is_odd(tmp_path):
     done = step_here("prepare", "tiny", cwd=tmp_path, RAW=str(raw), WORKERS="1", **given)
     assert done.returncode == 0, done.stderr
     assert "\u2581" not in done.stderr
+    assert "1 pairs of the test set are in the validation set" in done.stderr
     (header, row) = (
         [cell.strip() for cell in line.strip("|\n").split("|")]
         for line in done.stdout.splitlines()

@@ -112,6 +112,8 @@ def _row(dataset: Dataset, folders: Folders, binary: Path, pair: str) -> Row:
             counts["words", language] += words_in(line)
     counts.setdefault("read", counts["kept"])
     counts["marked tests"] = sum("\u2581" in source + target for source, target in tests)
+    validation = set(readers.pairs(folders.texts("valid", pair)))
+    counts["tests"], counts["validated tests"] = len(tests), sum(x in validation for x in tests)
     counts["empty tests"] = sum(not (source and target) for source, target in tests)
     row.leaked = {side: len(texts) for side, texts in faults.leaked.items()}
     counts.update(_binarised(dataset, binary, pair))
@@ -211,6 +213,9 @@ def _advice(row: Row, dataset: Dataset) -> Iterator[tuple[str, dict[str, dict]]]
     if not is_whole and (elsewhere := row.leaked["other pairs"]):
         leaked = f"{elsewhere:,} sentences of the test set are in the training text of other pairs"
         yield f"{leaked}, so scores may be too good", {"clean": {"overlap": "drop-all"}}
+    if (known := counts["validated tests"]) * 100 > counts["tests"]:
+        chosen = "by which the checkpoint is chosen"
+        yield f"{known:,} pairs of the test set are in the validation set, {chosen}", {}
     if empty := counts["empty tests"]:
         yield f"{empty:,} pairs of the test set have an empty side", {"clean": {"empty": "drop"}}
     for name, words in (("repeated", "are repeated"), ("equal", "are the same on both sides")):
