@@ -161,6 +161,7 @@ def test_a_search_with_other_flags_is_told(two_systems):
         printed = table(folder, "multi30k", *words).stdout.splitlines()
         told = [line for line in printed if "translated" in line]
         assert told == [f"moe: translated with --beam 1 {' '.join(bias)}"]
+        assert any("differ: " in line and "search" in line for line in printed) == bool(words)
 
 
 @pytest.mark.parametrize(

@@ -125,13 +125,15 @@ def _common_directions(dataset: Dataset, systems: Mapping[str, "_System"]) -> li
 
 
 def _settings_notes(dataset: Dataset, runs: Sequence[str]) -> list[str]:
-    """A note on settings in which runs differ, but for those of their methods."""
+    """A note on settings of training and search in which runs differ, but for those of their methods."""
     own = set()
     for method in map(run_method, runs):
         with suppress(UsageError):  # another folder, such as a copy
             own |= {f"--{flag}" for flag in method_flags(method, dataset)}
     folder = Folders(dataset).runs
     found = identity.differing([folder / run for run in runs], left_out=own)
+    searches = {scores.other_search(dataset, folder / run) for run in runs}
+    found += ["flags of the search"] * (len(searches) > 1)
     return [f"not only the methods differ: {'; '.join(found)}"] if found else []
 
 
