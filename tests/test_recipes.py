@@ -220,6 +220,13 @@ def test_without_its_last_checkpoint_a_run_goes_on_from_the_newest(tmp_path, suf
         assert f"{last.relative_to(tmp_path)} is cut off" in sentence
 
 
+@pytest.mark.parametrize("method, told", [("smoe-44", True), ("smoe-4-4", False)])
+def test_a_name_of_one_stratum_is_told(tmp_path, method, told):
+    given = {"DRY_RUN": "1", "GPUS": "0", "FORECAST": "0"}
+    said = recipe(tmp_path, "train", "multi30k", method, **given)
+    assert said.returncode == 0 and ("44 experts" in said.stderr) == told
+
+
 def test_steps_out_of_order_name_the_missing_step(tmp_path):
     assert "scripts/prepare.sh multi30k" in refusal(recipe(tmp_path, "train", "multi30k", "moe"))
     sentence = refusal(recipe(tmp_path, "evaluate", "multi30k", "moe"))

@@ -140,7 +140,7 @@ def test_the_last_line_says_how_to_go_on(tmp_path, ending, said, saved, begun):
     goes_on = f"the same command resumes from runs/tiny/smoe-2-2/{saved}"
     if ending == "exit 1":  # not by a signal: the same would come again
         goes_on = f"once the cause is fixed, {goes_on}"
-    starts = "without runs/tiny/smoe-2-2/checkpoint_last.pt the same command starts again"
+    starts = "the same command begins again, as runs/tiny/smoe-2-2/checkpoint_last.pt is missing"
     assert result.stderr.splitlines()[-1] == said + (goes_on if saved else starts)
 
 

@@ -67,7 +67,8 @@ class Folders:
     def check_prepared(self, pairs: Iterable[str]) -> None:
         """Raise UsageError if a pair lacks binarised text for training or validation."""
         if not self.binary.exists():
-            raise UsageError(f"{self.binary} is missing: run scripts/prepare.sh {self.dataset}")
+            missing = f"{self.binary.absolute()} is missing"
+            raise UsageError(f"{missing}: run scripts/prepare.sh {self.dataset}")
         folder = shard_folders(self.binary)[0]
         again = f"delete {self.binary} and run scripts/prepare.sh {self.dataset} again"
         for pair, split in itertools.product(pairs, ("train", "valid")):

@@ -60,6 +60,11 @@ def train(dataset: Dataset, method: str, flags: Sequence[str], force_resume: boo
     if not dataset.settings.dry_run:
         folders.check_prepared(dataset.pairs)
     launch, words, notes = plan(dataset, method, flags)
+    if (
+        method.startswith("smoe-")
+        and (sizes := flag_values(words).get("--smoe-strata", "-")).isdecimal()
+    ):
+        warn(f"{method} has one stratum of {sizes} experts; smoe-4-4 has two of 4")
     folder = Path(flag_values(words)["--save-dir"])
     restored = flag_values(words).keys() & {"--restore-file", "--finetune-from-model"}
     if newer := _newer_than_restored(folder, flag_values(words).get("--restore-file")):
@@ -280,7 +285,7 @@ def _run(lines: Sequence[str], folder: Path, launch: Launch, log: Path) -> None:
         stopped = isinstance(ended, CommandError) or ended.code >= 128  # by a signal
         if not stopped and not (log.is_file() and STARTED_LINE in log.read_bytes()[logged:]):
             raise
-        how = f"without {folder}/checkpoint_last.pt the same command starts again"
+        how = f"the same command begins again, as {folder}/checkpoint_last.pt is missing"
         last = any(folder.glob("checkpoint_last*.pt"))
         if saved := folder / "checkpoint_last.pt" if last else newest_checkpoint(folder):
             how = f"the same command resumes from {saved}"
