@@ -31,12 +31,12 @@ REACHABLE = 99.9  # chrF++ below which subwords change too much
 TESTS = "tests in training: source / target / pair / other pairs"
 _SHOWN = 20  # faults that are printed
 _LEGEND = f"""
-read, kept: pairs of the training text, before and after cleaning; empty: a side is empty;
-repeated: an earlier pair is the same; equal: both sides are the same; overlap: a side is also in the test
-set or, with clean.overlap, in the validation set; over 1:{MAX_RATIO}: one side has more than {MAX_RATIO}
-times the words of the other; too long: longer than the model allows, never trained on; tests in
-training: distinct test sentences that are also in the kept text; unknown: tokens without a subword; best
-BLEU, best chrF++: the highest scores that are possible with these subwords"""
+read, kept: pairs of the training text, before and after cleaning. Pairs that were dropped, or kept with a
+fault: empty: a side is empty; repeated: an earlier pair is the same; equal: both sides are the same;
+overlap: a side is also in the test set or, with clean.overlap, in the validation set; over 1:{MAX_RATIO}: one
+side has more than {MAX_RATIO} times the words of the other; too long: longer than the model allows, never
+trained on. Tests in training: distinct test sentences that are also in the kept text; unknown: tokens
+without a subword; best BLEU, best chrF++: the highest scores that are possible with these subwords"""
 
 
 @dataclass
