@@ -226,6 +226,7 @@ NAMED = {  # files, and the settings with which alone they are found; None: ther
     "folders": (["en-ha/train.tsv", "en-ha/dev.json"], {"splits": {"valid": "dev"}}),
     "inner folders": (["tsv/en-ha/train.tsv", "tsv/en-ha/valid.tsv"], {}),
     "twice": (["tsv/en-ha/train.tsv", "json/en-ha/train.json"], None),
+    "both orders": (["en-ha/train.tsv", "ha-en/train.tsv"], None),
     "others": (["train.en-sw.tsv", "dev.en-sw.tsv"], None),
     "pattern": (["en-ha/train.tsv", "en-ha/valid.tsv"], {}),
     "order": (
@@ -268,7 +269,7 @@ def test_names_that_files_have(tmp_path, dataset, kind):
         wanted = r"expected (train|valid).en-ha.tsv, or .*{splits: {\1: .*{files: "
         wanted = r"/train\.ha is missing" if kind.startswith("half") else wanted
         listed = Path(names[-1]).name
-        if kind in ("twice", "meant pattern"):
+        if kind in ("twice", "both orders", "meant pattern"):
             wanted, listed = "both match", str(Path(names[-1]).parent)
         with pytest.raises(UsageError, match=wanted) as refused:
             gather(own, tmp_path, tmp_path / "raw")
@@ -284,6 +285,14 @@ def lines_of_pairs(prefix: Path) -> list[tuple[str, str]]:
     pairs = [*zip(*sides, strict=True)]
     assert pairs == [(a, a.replace("en", "ha")) for a, _ in pairs]
     return pairs
+
+
+@pytest.mark.parametrize("name", ["ha_to_en.tsv", "train.ha-en.tsv", "hau-eng/train.tsv"])
+def test_columns_without_names_are_in_the_order_of_the_file_or_folder(tmp_path, name):
+    file = tmp_path / name
+    file.parent.mkdir(exist_ok=True)
+    file.write_text("ha 1\ten 1\n")
+    assert [*readers.pairs(dict.fromkeys(("en", "ha"), file))] == [("en 1", "ha 1")]
 
 
 def test_line_breaks_and_tabs_in_quoted_cells(tmp_path):

@@ -135,18 +135,23 @@ class _Place:
 
         Raises UsageError if several folders have one.
         """
-        if own := self._named_folder():
-            return own
         below = (replace(self, source=path) for path in sorted(self.source.glob("[!.]*/")))
-        found = [*filter(None, (place._named_folder() for place in below))]
+        found = self._named_folders() or [
+            each for place in below for each in place._named_folders()
+        ]
         if len(found) > 1:
             both = f"{found[0]} and {found[1]} both match"
-            raise UsageError(f"{both}: give one of the folders they are in by --raw, or keep one")
+            raise UsageError(
+                f"{both}: keep one, or give the folder that one of them is in by --raw"
+            )
         return found[0] if found else None
 
-    def _named_folder(self) -> Path | None:
-        names = [*self.pairs("", by_meaning=False), *self.pairs("", by_meaning=True)]
-        return next(filter(Path.is_dir, (self.source / name for name in names)), None)
+    def _named_folders(self) -> list[Path]:
+        for by_meaning in (False, True):
+            names = (self.source / name for name in self.pairs("", by_meaning))
+            if found := [*filter(Path.is_dir, names)]:
+                return found
+        return []
 
     def of_split(self, split: str, by_meaning: bool) -> list[ByLanguage]:
         """Candidates for the text of a split, by the names that it may have."""

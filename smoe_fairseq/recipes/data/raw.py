@@ -14,10 +14,11 @@ from typing import Any
 from smoe_fairseq.errors import UsageError
 from smoe_fairseq.files import whole_folder, write_whole
 from smoe_fairseq.forms import read_json
+from smoe_fairseq.languages import spellings
 from smoe_fairseq.progress import progress
 from smoe_fairseq.recipes.data.compression import COMPRESSED
 from smoe_fairseq.recipes.data.faults import Faults
-from smoe_fairseq.recipes.data.finding import SPLITS, Section, all_publisher_names, find, missing
+from smoe_fairseq.recipes.data.finding import SPLITS, Section, find, missing, publisher_names
 from smoe_fairseq.recipes.data.text_files import parallel_map
 from smoe_fairseq.recipes.datasets import Dataset, translated
 from smoe_fairseq.recipes.folders import LEFT_OUT, SIZES, Folders, final
@@ -125,7 +126,8 @@ def _section(dataset: Dataset, source: Path, split: str, pair: str) -> Section |
     """The text of a pair; raises UsageError if it is missing, but only warns and returns None for a test."""
     if section := find(dataset, source, split, pair):
         used = {file.name for file in section.files.values() if file}
-        stems = {Path(name).name for names in all_publisher_names(dataset) for name in names}
+        own = (publisher_names(dataset, split, pair, x, spellings) for x in pair.split("-"))
+        stems = {Path(name).name for names in own for name in names}
         named = {stem + ending for stem in stems for ending in COMPRESSED}
         if (split, pair) == ("train", dataset.pairs[0]) and "files" in dataset.raw and used - named:
             warn(f"{source} has no file of `raw.files`; {' and '.join(sorted(used))} is used")

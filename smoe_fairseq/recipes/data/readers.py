@@ -163,8 +163,9 @@ def _tab_separated(path: Path, languages: Languages) -> Iterator[Pair]:
                     raise UsageError(f"{path}, line 1: {twice} names two columns; expected one")
                 continue
             parts = [*path.name.split("."), path.parent.name]
-            orders = (tuple(part.split("-")) for part in parts if part.count("-") == 1)
-            named = next(filter(None, (_places(languages, order) for order in orders)), None)
+            orders = (tuple(re.split("-|_to_", part)) for part in parts)
+            pairs = (_places(languages, order) for order in orders if len(order) == 2)
+            named = next(filter(None, pairs), None)
             is_header = are_languages(names) or {*map(str.casefold, names)} <= _ROLES
             if is_header or columns != 2 or named is None:
                 expected = f"names of columns, with {languages} among them"
