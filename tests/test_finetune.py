@@ -249,6 +249,25 @@ def test_a_run_with_experts(from_experts, prepared):
     assert read.read_text() in said.stdout
 
 
+def test_runs_that_began_from_another_model_are_told_and_not_averaged(from_experts, tmp_path):
+    """The source was trained further, and the data set prepared again."""
+    folder, settings = from_experts
+    now = json.loads((folder / "data/mine/bin/pretrained.json").read_text())["fingerprint"]
+    scores = {"scores": {"en-fr": {"bleu": 5.0, "signature": "s", "sentences": 3}}}
+    for run_name, start in {"smoe-2-2": "0ld", "smoe-2-2.seed-2": now}.items():
+        place = tmp_path / "mine" / run_name
+        place.mkdir(parents=True)
+        (place / "scores.json").write_text(json.dumps(scores))
+        flags = {"--pretrained": start}
+        content = {"method": "smoe-2-2", "dictionary": "", "flags": flags}
+        (place / "identity.json").write_text(json.dumps(content))
+    said = step_here("table", "mine", cwd=folder, **settings | {"RUN_DIR": str(tmp_path)})
+    assert said.returncode == 0, said.stderr
+    told = said.stdout
+    assert "smoe-2-2: it began from another model than data/mine/bin/pretrained.pt" in told
+    assert "seed-2: it began" not in told and "models are not averaged" in told
+
+
 @pytest.mark.soak
 @pytest.mark.parametrize("flags", [(), ("--gpus", "2", "--expert-parallel")])
 def test_fine_tuning_begins_at_a_run_with_experts(from_experts, tmp_path, flags):
@@ -263,6 +282,11 @@ def test_fine_tuning_begins_at_a_run_with_experts(from_experts, tmp_path, flags)
         begun = whole
     start, begun = (load(file)["model"] for file in (folder / "data/mine/bin/pretrained.pt", begun))
     assert all(torch.equal(begun[name], start[name]) for name in start)
+    file = tmp_path / "runs/mine/smoe-2-2/identity.json"
+    record = json.loads(file.read_text())
+    file.write_text(json.dumps(record | {"flags": record["flags"] | {"--pretrained": "0ld"}}))
+    said = step_here("train", "mine", "smoe-2-2", *words, cwd=folder, RUN_DIR=run_dir, **settings)
+    refused(said, "data/mine/bin/pretrained.pt")
 
 
 @pytest.mark.parametrize(

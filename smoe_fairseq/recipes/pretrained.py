@@ -12,6 +12,7 @@ from smoe_fairseq.recipes.folders import Folders
 from smoe_fairseq.recipes.program_flags import Flags, arguments, flag_values
 
 MODEL, RECORD = "pretrained.pt", "pretrained.json"  # beside the binarised text
+STARTED = "--pretrained"  # in a run's identity: the fingerprint of the model that it starts from
 UPCYCLED = "upcycled.pt"  # in a run's folder: the model with experts, until it is trained
 _FORM = {
     "source": str,
@@ -78,7 +79,7 @@ def defaults_note(dataset: Dataset, words: Sequence[str]) -> str:
 def started(dataset: Dataset, words: Sequence[str]) -> list[str]:
     """The flag in a run's identity for the model that it starts from; none if ``words`` restore another."""
     restored = flag_values(words).keys() & {"--restore-file", "--finetune-from-model"}
-    return [] if restored or not dataset.start else ["--pretrained", dataset.start["fingerprint"]]
+    return [] if restored or not dataset.start else [STARTED, dataset.start["fingerprint"]]
 
 
 def check_options(dataset: Dataset, words: Sequence[str]) -> None:

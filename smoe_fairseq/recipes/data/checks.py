@@ -231,8 +231,10 @@ def _advice(row: Row, dataset: Dataset) -> Iterator[tuple[str, dict[str, dict]]]
         yield f"in {number:,} training pairs {unlike}", {"clean": {"max-ratio": MAX_RATIO}}
     if long := counts["too long"]:
         never = "training pairs longer than the model's positions are never trained on"
-        limits = "drop them, or set max-source-positions and max-target-positions in `train`"
-        yield f"{never} ({long:,}); {limits}", {"clean": {"max-words": MAX_WORDS}}
+        positions = "max-source-positions and max-target-positions"
+        usual = "max-words" not in clean and not dataset.train.keys() & {*positions.split(" and ")}
+        limits = f"{'drop them, or ' * usual}set {positions} in `train`"
+        yield f"{never} ({long:,}); {limits}", {"clean": {"max-words": MAX_WORDS}} if usual else {}
     if marked := counts["marked tests"]:
         marks = "have \u2581, a mark of subwords: give plain text"
         yield f"{marked:,} pairs of the test set {marks}", {}

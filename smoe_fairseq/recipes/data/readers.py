@@ -170,6 +170,7 @@ def _tab_separated(path: Path, languages: Languages) -> Iterator[Pair]:
             if is_header or columns != 2 or named is None:
                 expected = f"names of columns, with {languages} among them"
                 name = f"two columns and a name such as train.{'-'.join(languages.own)}.tsv"
+                name = "no such line" if columns == 2 and named else name
                 shown = " | ".join(names)
                 raise UsageError(f"{path}, line 1, {shown:.60}: expected {expected}, or {name}")
             places, quoted = named, False

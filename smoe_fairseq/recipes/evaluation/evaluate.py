@@ -56,14 +56,18 @@ def state_notes(dataset: Dataset, run: str) -> list[str]:
 
 
 def outdated_notes(dataset: Dataset, run: str) -> list[str]:
-    """A note on a run whose checkpoint has changed since it was scored."""
-    folder = Folders(dataset).runs / run
+    """Notes on a run whose checkpoint has changed since it was scored, or that began from another model."""
+    folder, notes = Folders(dataset).runs / run, []
+    start = identity.start_of(folder)
+    if start and dataset.start and start != dataset.start["fingerprint"]:
+        model = Folders(dataset).binary / pretrained.MODEL
+        notes.append(f"{run}: it began from another model than {model} is now")
     with suppress(UsageError, OSError):  # not scored, or its checkpoints are gone
         which, contents = scores.checkpoint_of(folder)
         if contents and contents != fingerprints(folder, which):
             other = f"{checkpoint_file(folder, which).name} is another one than was scored"
-            return [f"{run}: {other}: {again(dataset, run)}"]
-    return []
+            notes.append(f"{run}: {other}: {again(dataset, run)}")
+    return notes
 
 
 def evaluate(dataset: Dataset, method: str, flags: Sequence[str], checkpoint: str = "") -> None:

@@ -13,6 +13,7 @@ from smoe_fairseq.checkpoints.content import fingerprint
 from smoe_fairseq.errors import UsageError
 from smoe_fairseq.files import write_whole
 from smoe_fairseq.forms import IDENTITY, read_json
+from smoe_fairseq.recipes.pretrained import MODEL, STARTED
 from smoe_fairseq.recipes.processes import warn
 from smoe_fairseq.recipes.program_flags import flag_values, is_number
 from smoe_fairseq.recipes.training.batch import SIZES, TOLERANCE
@@ -289,6 +290,11 @@ def _read(file: Path, begun: bool = False) -> dict:
     return before
 
 
+def start_of(folder: Path) -> str | None:
+    """The fingerprint of the pretrained model from which a run began; None if it began from none."""
+    return record(folder).get("flags", {}).get(STARTED)
+
+
 def _difference(saved: dict, own: dict, data: Path) -> str | None:
     """All differences, as the end of a sentence about the folder; None without any."""
     parts = []
@@ -304,6 +310,8 @@ def _difference(saved: dict, own: dict, data: Path) -> str | None:
                 parts.append(f"without {new}, which is given now")
             elif after is None:
                 parts.append(f"with {old}, which is not given now")
+            elif name == STARTED and before != after:
+                parts.append(f"from another model than {data / MODEL} is now")
             elif not _equal(name, before, after):
                 parts.append(f"with {old}, not with {new}")
     return f"was started {'; and '.join(parts)}" if parts else None
