@@ -168,24 +168,23 @@ def test_the_commands_of_the_tasks(tmp_path):
     configs = shutil.copytree(ROOT / "configs", tmp_path / "configs")
     readme = (ROOT / "README.md").read_text("utf-8")
     content = re.search(r"```yaml\n(# configs/datasets/mine.yaml.*?)```", readme, re.DOTALL)[1]
-    for name in ("mine", "new"):
-        (configs / f"datasets/{name}.yaml").write_text(content)
-    for name in ("folder", "new"):
-        (tmp_path / name).mkdir()
+    page = (ROOT / "docs/tasks.md").read_text("utf-8")
+    fine_tuned = re.search(r"```yaml\n(# configs/datasets/new.yaml.*?)```", page, re.DOTALL)[1]
+    for name, text in (("mine", content), ("new", fine_tuned)):
+        (configs / f"datasets/{name}.yaml").write_text(text)
+    (tmp_path / "folder").mkdir()
     for language, word in (("en", "number"), ("de", "Zahl")):
         lines = [f"{word} {' '.join(str(number))}\n" for number in range(1000, 1400)]
         (tmp_path / f"folder/{language}.txt").write_text("".join(lines))
-        (tmp_path / f"new/train.{language}").write_text("".join(lines[:50]))
-        (tmp_path / f"new/valid.{language}").write_text("".join(lines[50:60]))
-        (tmp_path / f"new/test.{language}").write_text("".join(lines[60:62]))
-        (tmp_path / f"text.{language}").write_text("".join(lines[:2]))
-    page = (ROOT / "docs/tasks.md").read_text("utf-8")
+        for name in ("text", "other"):
+            (tmp_path / f"{name}.{language}").write_text("".join(lines[:2]))
     (code,) = re.findall(r"```python\n# cosine.py\n(.*?)```", page, re.DOTALL)
     (tmp_path / "cosine.py").write_text(code)
-    outputs, _ = run_commands("docs/tasks.md", tmp_path, {"CONFIG_DIR": str(configs)})
+    smaller = {c.replace("prepare.sh", "prepare.sh mine"): flags for c, flags in SMALLER.items()}
+    outputs, _ = run_commands("docs/tasks.md", tmp_path, {"CONFIG_DIR": str(configs)}, smaller)
     assert "en-de: BLEU" in outputs["scripts/evaluate.sh mine"]
     assert len(outputs["smoe translate"].splitlines()) == 2
-    assert len((tmp_path / "test.de").read_text().splitlines()) == 2
+    assert len((tmp_path / "other.txt").read_text().splitlines()) == 2
     assert "smoe-4-4" in outputs["smoe table"]
     for folder in ("runs/new/smoe-4-4", "upcycled/mine/smoe-4-4"):
         assert (tmp_path / folder / "checkpoint_last.pt").is_file()
