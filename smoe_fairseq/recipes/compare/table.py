@@ -147,10 +147,10 @@ def side_by_side(dataset: Dataset, metric: str = scores.BLEU) -> Grid:
         mixed = {*scores.different_signatures(*scored.values(), metric=metric)}
         searches = {scores.other_search(dataset, folder / run) for run in scored}
         starts = {identity.start_of(folder / run) for run in scored}
-        kinds = {"checkpoints or searches": searches, "pretrained models": starts}
-        for kind in (kind for kind, found in kinds.items() if len(found) > 1):
-            notes.append(f"{name}: seeds with different {kind} are not averaged")
-            mixed = {*dataset.directions}
+        for kind, found in (("checkpoints or searches", searches), ("pretrained models", starts)):
+            if len(found) > 1:
+                notes.append(f"{name}: seeds with different {kind} are not averaged")
+                mixed = {*dataset.directions}
         usable = [Column(c.name, None) if mixed & {*(c.directions or ())} else c for c in parts]
         each = [[average(result, c, metric) for c in usable] for result in scored.values()]
         bleu = [_over_seeds(statistics.fmean, values) for values in zip(*each, strict=True)]

@@ -30,6 +30,7 @@ from smoe_fairseq.subwords import read_subwords
 REACHABLE = 99.9  # chrF++ below which subwords change too much
 TESTS = "tests in training: source / target / pair / other pairs"
 _SHOWN = 20  # faults that are printed
+_POSITIONS = ("max-source-positions", "max-target-positions")
 _LEGEND = f"""
 read, kept: pairs of the training text, before and after cleaning. Pairs that were dropped, or kept with a
 fault: empty: a side is empty; repeated: an earlier pair is the same; equal: both sides are the same;
@@ -133,8 +134,7 @@ def _left_out(file: Path, pair: str) -> Counter:
 
 def _binarised(dataset: Dataset, binary: Path, pair: str) -> Counter:
     """Counts of training pairs longer than the model's positions, and of (unknown) subwords by language."""
-    names = ("max-source-positions", "max-target-positions")
-    limit = min(int(dataset.train.get(name, FAIRSEQ_POSITIONS)) for name in names)
+    limit = min(int(dataset.train.get(name, FAIRSEQ_POSITIONS)) for name in _POSITIONS)
     counts = Counter()
     for folder in shard_folders(binary):
         lengths = []
@@ -202,14 +202,13 @@ def _advice(row: Row, dataset: Dataset) -> Iterator[tuple[str, dict[str, dict]]]
     counts, kept, clean = row.counts, row.counts["kept"], dataset.clean
     names = zip(SIDES, ("sources", "targets", "pairs"), strict=True)
     is_whole = counts["overlap"] * 2 > kept  # the test set was taken from it
+    alone = f"; {raw.give_alone(row.pair)}" * is_whole
     if sides := ", ".join(f"{row.leaked[x]:,} {name}" for x, name in names if row.leaked[x]):
         leaked = f"{sides} of the test set are in training pairs ({counts['overlap']:,})"
         settings = {} if is_whole else {"clean": {"overlap": "drop"}}
-        advice = f"; {raw.give_alone(row.pair)}" * is_whole
-        yield f"{leaked}, so scores will be too good{advice}", settings
+        yield f"{leaked}, so scores will be too good{alone}", settings
     if (dropped := counts["read"] - kept) > kept:
-        advice = f"; {raw.give_alone(row.pair)}" * is_whole
-        yield f"{dropped:,} of {counts['read']:,} training pairs are dropped{advice}", {}
+        yield f"{dropped:,} of {counts['read']:,} training pairs are dropped{alone}", {}
     if not is_whole and (elsewhere := row.leaked["other pairs"]):
         leaked = f"{elsewhere:,} sentences of the test set are in the training text of other pairs"
         yield f"{leaked}, so scores may be too good", {"clean": {"overlap": "drop-all"}}
@@ -231,9 +230,8 @@ def _advice(row: Row, dataset: Dataset) -> Iterator[tuple[str, dict[str, dict]]]
         yield f"in {number:,} training pairs {unlike}", {"clean": {"max-ratio": MAX_RATIO}}
     if long := counts["too long"]:
         never = "training pairs longer than the model's positions are never trained on"
-        positions = "max-source-positions and max-target-positions"
-        usual = "max-words" not in clean and not dataset.train.keys() & {*positions.split(" and ")}
-        limits = f"{'drop them, or ' * usual}set {positions} in `train`"
+        usual = "max-words" not in clean and not dataset.train.keys() & {*_POSITIONS}
+        limits = f"{'drop them, or ' * usual}set {' and '.join(_POSITIONS)} in `train`"
         yield f"{never} ({long:,}); {limits}", {"clean": {"max-words": MAX_WORDS}} if usual else {}
     if marked := counts["marked tests"]:
         marks = "have \u2581, a mark of subwords: give plain text"

@@ -239,7 +239,7 @@ def _published(dataset: Dataset, source: Path, split: str, pair: str, language: 
     if "files" not in dataset.raw:
         return None
     names = publisher_names(dataset, split, pair, language)
-    names += tuple(Path(name).name for name in names)
+    names += tuple(Path(name).name for name in names)  # the codes as they are come first
     names += publisher_names(dataset, split, pair, language, spellings)
     return next(filter(None, (_existing(source / name) for name in names)), None)
 
@@ -293,7 +293,8 @@ def publisher_names(
                 split=dataset.raw.get("splits", {}).get(split, split),
                 pair="-".join(spelling),
                 sorted="-".join(sorted(spelling)),
-                **{"first": spelling[0], "second": spelling[1]},
+                first=spelling[0],
+                second=spelling[1],
                 language=own,
                 code=codes.get(language, own),
             )

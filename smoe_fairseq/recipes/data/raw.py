@@ -125,12 +125,12 @@ def write_sizes(raw: Path, sizes: dict[str, int]) -> None:
 def _section(dataset: Dataset, source: Path, split: str, pair: str) -> Section | None:
     """The text of a pair; raises UsageError if it is missing, but only warns and returns None for a test."""
     if section := find(dataset, source, split, pair):
-        used = {file.name for file in section.files.values() if file}
-        own = (publisher_names(dataset, split, pair, x, spellings) for x in pair.split("-"))
-        stems = {Path(name).name for names in own for name in names}
-        named = {stem + ending for stem in stems for ending in COMPRESSED}
-        if (split, pair) == ("train", dataset.pairs[0]) and "files" in dataset.raw and used - named:
-            warn(f"{source} has no file of `raw.files`; {' and '.join(sorted(used))} is used")
+        if (split, pair) == ("train", dataset.pairs[0]) and "files" in dataset.raw:
+            used = {file.name for file in section.files.values() if file}
+            own = (publisher_names(dataset, split, pair, x, spellings) for x in pair.split("-"))
+            stems = {Path(name).name for names in own for name in names}
+            if used - {stem + ending for stem in stems for ending in COMPRESSED}:
+                warn(f"{source} has no file of `raw.files`; {' and '.join(sorted(used))} is used")
         return section
     lacks = missing(dataset, source, split, pair)
     if split != "test":

@@ -169,10 +169,11 @@ def _tab_separated(path: Path, languages: Languages) -> Iterator[Pair]:
             is_header = are_languages(names) or {*map(str.casefold, names)} <= _ROLES
             if is_header or columns != 2 or named is None:
                 expected = f"names of columns, with {languages} among them"
-                name = f"two columns and a name such as train.{'-'.join(languages.own)}.tsv"
-                name = "no such line" if columns == 2 and named else name
+                other = f"two columns and a name such as train.{'-'.join(languages.own)}.tsv"
+                if columns == 2 and named:
+                    other = "no such line"
                 shown = " | ".join(names)
-                raise UsageError(f"{path}, line 1, {shown:.60}: expected {expected}, or {name}")
+                raise UsageError(f"{path}, line 1, {shown:.60}: expected {expected}, or {other}")
             places, quoted = named, False
         if len(cells) != columns:
             found = f"expected {columns} columns, as in line 1, not {len(cells)}"

@@ -18,6 +18,7 @@ from smoe_fairseq.files import read_plain, read_text, write_whole
 from smoe_fairseq.forms import SCORES, read_json
 from smoe_fairseq.recipes.datasets import Dataset
 from smoe_fairseq.recipes.folders import Folders, test_file
+from smoe_fairseq.recipes.methods import PRETRAINED
 from smoe_fairseq.recipes.program_flags import arguments, flag_values
 
 FILE = "scores.json"
@@ -178,7 +179,7 @@ def other_search(dataset: Dataset, folder: Path) -> str:
     content, usual = _content(folder), flag_values(arguments(dataset.generate))
     which, _ = checkpoint_of(folder)
     used = flag_values(content["generate"].split()) if "generate" in content else usual
-    flags = [f"--checkpoint {which}"] if which not in ("", folder.name, dataset.checkpoint) else []
+    flags = [f"--checkpoint {which}"] if which not in ("", PRETRAINED, dataset.checkpoint) else []
     flags += [f"{flag} {v}".strip() for flag, v in used.items() if usual.get(flag) != v]
     return " ".join([*flags, *(f"without {flag}" for flag in usual if flag not in used)])
 

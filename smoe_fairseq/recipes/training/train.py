@@ -60,14 +60,13 @@ def train(dataset: Dataset, method: str, flags: Sequence[str], force_resume: boo
     if not dataset.settings.dry_run:
         folders.check_prepared(dataset.pairs)
     launch, words, notes = plan(dataset, method, flags)
-    if (
-        method.startswith("smoe-")
-        and (sizes := flag_values(words).get("--smoe-strata", "-")).isdecimal()
-    ):
+    given = flag_values(words)
+    sizes = given.get("--smoe-strata", "")
+    if method.startswith("smoe-") and sizes.isdecimal():
         warn(f"{method} has one stratum of {sizes} experts; smoe-4-4 has two of 4")
-    folder = Path(flag_values(words)["--save-dir"])
-    restored = flag_values(words).keys() & {"--restore-file", "--finetune-from-model"}
-    if newer := _newer_than_restored(folder, flag_values(words).get("--restore-file")):
+    folder = Path(given["--save-dir"])
+    restored = given.keys() & {"--restore-file", "--finetune-from-model"}
+    if newer := _newer_than_restored(folder, given.get("--restore-file")):
         words = [*words, "--restore-file", "checkpoint_last.pt"]
         warn(
             f"training resumes from {newer}, which is newer than --restore-file: delete it otherwise"
