@@ -1,5 +1,6 @@
 """The report of a study is made of the small files that are kept of its runs, and of nothing else."""
 
+import itertools
 import json
 import shutil
 from pathlib import Path
@@ -117,18 +118,20 @@ def test_runs_shorter_than_the_log_interval_have_no_picture_of_costs(two_runs):
 
 
 def test_seeds_and_machines(two_runs):
-    """Times of each machine have a column; a seed that two machines trained is left out of a statement."""
+    """Times of each machine have a column; statements leave out seeds of two machines or starts."""
     folder, _ = two_runs
     results = folder / "results/multi30k"
-    for run in ("moe", "smoe-4-4"):
-        shutil.copytree(results / run, results / f"{run}.seed-2")
+    for run, seed in itertools.product(("moe", "smoe-4-4"), (2, 3, 4)):
+        shutil.copytree(results / run, results / f"{run}.seed-{seed}")
     set_about(folder, "smoe-4-4.seed-2", machine="n")
+    for run, start in {"moe.seed-3": "a", "smoe-4-4.seed-3": "b", "smoe-4-4.seed-4": "b"}.items():
+        set_about(folder, run, flags={"--pretrained": start})
     report = made(folder)
     table = rows(report, "Systems")
     assert table["method"][2:4] == ["time/token (us), m", "time/token (us), n"]
-    assert table["smoe-4-4"][4] == "1 2" and table["smoe-4-4"][6] == "3.250 ± 0.000"
-    assert statement(report, "smoe-4-4 and moe")[0] == "1"
-    assert "smoe-4-4 and moe (2)" in report
+    assert table["smoe-4-4"][4] == "1 2 3 4" and table["smoe-4-4"][6] == "3.250 ± 0.000"
+    assert statement(report, "smoe-4-4 and moe")[0] == "2"
+    assert "smoe-4-4 and moe (2, 3)" in report
     set_about(folder, "smoe-4-4.seed-2", untimed="of another job")
     assert "n (times left out: of another job)" in made(folder)
 

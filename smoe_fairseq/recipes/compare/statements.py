@@ -76,11 +76,11 @@ def pairs(systems: Systems, statement: Statement) -> dict[int | None, tuple[Resu
 
 
 def difference(parts: Sequence[Systems], statement: Statement, measure: Measure) -> Difference:
-    """The mean over parts, of seeds that in each one machine and one torch trained, with finite losses."""
+    """The mean over parts, of seeds with finite losses whose runs are paired in each part."""
     values: dict[int | None, list[float]] = {}
     for systems in parts:
         for seed, (one, other) in pairs(systems, statement).items():
-            if one.arithmetic == other.arithmetic and not (one.diverged or other.diverged):
+            if one.is_paired(other) and not (one.diverged or other.diverged):
                 values.setdefault(seed, []).append(measure.of(one) - measure.of(other))
     means = {seed: fmean(each) for seed, each in values.items() if len(each) == len(parts)}
     return Difference({s: mean for s, mean in means.items() if math.isfinite(mean)}, measure.margin)
@@ -140,13 +140,15 @@ def _left_out(statements: Sequence[Statement], parts: Sequence[Systems]) -> list
     pairs_left_out, lengths = [], []
     for systems, s in itertools.product(parts, statements):
         both = pairs(systems, s).items()
-        seeds = [seed for seed, (a, b) in both if a.arithmetic != b.arithmetic]
+        seeds = [seed for seed, (a, b) in both if not a.is_paired(b)]
         names = ", ".join("the first" if seed is None else str(seed) for seed in seeds)
         pairs_left_out += [f"{s.first} and {s.second} ({names})"] if seeds else []
         updates = [(a.about.get("updates"), b.about.get("updates")) for _, (a, b) in both]
         if different := next((pair for pair in updates if pair[0] != pair[1]), None):
             lengths.append(f"{s.first} {different[0]:,} and {s.second} {different[1]:,}")
-    start = "- **Seeds left out**, since two machines, or versions of torch, trained the systems"
+    start = (
+        "- **Seeds left out**, since machine, torch or pretrained model of the two systems differ"
+    )
     notes = [f"{start}: {'; '.join(pairs_left_out)}."] if pairs_left_out else []
     everything = [r for systems in parts for results in systems.values() for r in results]
     if diverged := [result.name for result in everything if result.diverged]:

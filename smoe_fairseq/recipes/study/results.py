@@ -29,7 +29,7 @@ from smoe_fairseq.recipes.datasets import Dataset
 from smoe_fairseq.recipes.evaluation import scores
 from smoe_fairseq.recipes.evaluation.scores import Score
 from smoe_fairseq.recipes.folders import Folders, checkpoint_file, run_method, run_seed, vocab_size
-from smoe_fairseq.recipes.pretrained import started
+from smoe_fairseq.recipes.pretrained import STARTED, started
 from smoe_fairseq.recipes.processes import command
 from smoe_fairseq.recipes.training import identity
 from smoe_fairseq.recipes.training.launcher import visible_gpus
@@ -269,10 +269,11 @@ class Result:
         """None for the data set's own seed."""
         return run_seed(self.name)
 
-    @property
-    def arithmetic(self) -> tuple[str, str | None]:
-        """The machine and its version of torch, which decide how results are rounded."""
-        return self.about["machine"], self.about["versions"].get("torch")
+    def is_paired(self, other: "Result") -> bool:
+        """Whether one machine and torch, which decide how results round, trained both from one start."""
+        mine, its = ((r.about["machine"], r.about["versions"].get("torch")) for r in (self, other))
+        starts = {r.about.get("flags", {}).get(STARTED) for r in (self, other)}
+        return mine == its and len(starts - {None}) < 2  # None: from random weights
 
     @property
     def validation(self) -> float:
