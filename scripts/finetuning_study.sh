@@ -30,15 +30,17 @@ done
 "$scripts/prepare.sh" finetuning-start --raw "$text/labels.tar"
 "$scripts/prepare.sh" finetuning-help --raw "$text/help.tar"
 
-# The known number, beside all that comes before the blocks, and the start.
+# The known number, beside all that comes before the blocks.
 "$scripts/study.sh" multi30k-wu dense --jobs 1 &
 known=$!
 trap 'kill $known 2> /dev/null || true' EXIT
-"$scripts/study.sh" finetuning-start dense --jobs 1
-start=$RUN_DIR/finetuning-start/dense
-sum=$RESULTS_DIR/finetuning-start/checkpoint_best.sha256
-[[ -e $sum ]] || (cd "$start" && sha256sum checkpoint_best.pt) > "$sum"
-(cd "$start" && sha256sum --quiet -c -) < "$sum"  # all blocks have one start
+
+# The start is kept in results/: another kind of processor rounds otherwise, and would train another one.
+start=$RESULTS_DIR/finetuning-start/model
+if [[ ! -e $start ]]; then
+    "$scripts/study.sh" finetuning-start dense --jobs 1
+    smoe export "$RUN_DIR/finetuning-start/dense" --to huggingface --fp16 --output "$start"
+fi
 
 # The parts: training pairs in random order, of which the small sets have the first, and the start's own tests.
 for part in "${parts[@]}"; do
@@ -59,6 +61,7 @@ done
 
 # Learning rates, with seed 0: for each task and system the one with the lowest validation loss on 20,000 pairs.
 for rate in 0.001 0.003; do
+    [[ " ${BLOCKS:=1 2 3 4 5 6 7 8} " == *" 1 "* ]] || break  # before the first block
     printf '%s\n' "${parts[@]:0:2}" | RUN_DIR=$RUN_DIR/finetuning-rates/$rate RESULTS_DIR=$rates/$rate \
         xargs -P 2 -I{} "$scripts/study.sh" {} --lr "$rate" --seeds 0 --jobs 1
 done
@@ -76,7 +79,7 @@ block() {  # PART SEED
 export -f best block
 
 wait $known
-for seed in ${BLOCKS:-1 2 3 4 5 6 7 8}; do
+for seed in $BLOCKS; do
     printf '%s\n' "${parts[@]}" | xargs -P 2 -I{} bash -euc "block {} $seed"
     "$scripts/report.sh" finetuning
     echo "# block $seed is complete: commit $RESULTS_DIR"

@@ -304,6 +304,16 @@ def test_refused_in_training(tuned, words, named):
     refused(step_here("train", "mine", *words.split(), cwd=folder, **settings), *named)
 
 
+def test_the_file_names_another_model_than_the_data_have(tuned, tmp_path):
+    folder, settings = tuned
+    shutil.copytree(folder / "configs", tmp_path / "configs")
+    file = tmp_path / "configs/datasets/mine.yaml"
+    file.write_text(file.read_text().replace("pretrained: ", "pretrained: ~/other-"))
+    settings = settings | {"CONFIG_DIR": "~/configs", "HOME": str(tmp_path)}
+    said = step_here("train", "mine", "dense", cwd=folder, **settings)
+    refused(said, "data/mine/bin", f"{tmp_path}/other-")
+
+
 def test_evaluated_before_training(tuned, tmp_path):
     folder, settings = tuned
     settings = settings | {"RUN_DIR": str(tmp_path / "runs"), "JOBS": "1"}

@@ -24,6 +24,7 @@ from smoe_fairseq.cli import main
 from smoe_fairseq.errors import UsageError
 from smoe_fairseq.recipes.data import readers
 from smoe_fairseq.recipes.data.checks import TESTS
+from smoe_fairseq.recipes.data.download import remote_files
 from smoe_fairseq.recipes.data.elsewhere import sacrebleu_files
 from smoe_fairseq.recipes.data.finding import find, hash_position
 from smoe_fairseq.recipes.data.normalization import plain
@@ -545,6 +546,20 @@ def test_records_without_a_language_count_as_empty(tmp_path, dataset, monkeypatc
     assert left_out == {"en-ha": {"read": 12, "kept": 9, "empty": 3}}
     tested = {"tsv": 12, "tmx": 10}.get(kind, 9)  # in TMX, one has an empty segment
     assert len(lines(tmp_path / "raw", "test.en-ha.en")) == tested
+
+
+def test_folders_that_tell_pairs_apart(tmp_path, dataset):
+    """A file without its folder is nobody's; each is downloaded to a place of its own."""
+    raw = {"files": "{pair}/{split}.{language}", "url": "https://x/{file}"}
+    own = dataset(["en-ha", "en-sw"], raw=raw)
+    assert len({remote.name for remote in remote_files(own)}) == 12
+    (tmp_path / "en-ha").mkdir()
+    for file in ("en-ha/train.ha", "en-ha/train.en", "text.train.en", "text.train.sw"):
+        (tmp_path / file).write_text("a\n")
+    assert find(own, tmp_path, "train", "en-ha").files["en"] == tmp_path / "en-ha/train.en"
+    own = replace(own, raw=raw | {"files": "{pair}/text.{split}.{language}"})
+    assert find(replace(own, pairs=("en-sw",)), tmp_path, "train", "en-sw")
+    assert find(own, tmp_path, "train", "en-sw") is None
 
 
 def test_a_data_set_of_hugging_face(tmp_path, dataset):

@@ -1,5 +1,6 @@
 """From raw text to scores: what a small run prepares, trains, translates and keeps when it is interrupted."""
 
+import gzip
 import hashlib
 import json
 import os
@@ -134,10 +135,36 @@ def test_a_changed_data_set_is_not_prepared_already(tiny, tmp_path):
     changed = raw / "train.en-fr.fr"
     changed.write_text(changed.read_text()[::-1])  # of the same size
     assert "RAW" in told(RAW=str(raw))
+    changed.rename(changed.with_suffix(".notes"))  # other text comes in its place
+    changed.with_suffix(".fr.gz").write_bytes(gzip.compress(b"un\n" * 8))
+    assert "RAW" in told(RAW=str(raw))
     changed = tmp_path / "data/tiny/raw/test.en-fr.fr"
     changed.write_text(changed.read_text()[::-1])
     before = contents(tmp_path / "data/tiny/raw")
     assert "raw/" in told()
+    keep, train = {"keep": ["en-es"]}, {"train": {"max-source-positions": 40}}
+    for name, more in (("`keep`", keep), ("`max-source-positions`", train)):
+        given |= configured(tmp_path / name, tiny[0], **more)
+        assert name in told()
+
+
+def configured(folder: Path, tiny: Path, **more) -> dict[str, str]:
+    """The environment that selects the data set of ``tiny`` with other settings."""
+    content = yaml.safe_load((tiny / "configs/datasets/tiny.yaml").read_text())
+    return write_dataset(folder, "tiny", **content | more)
+
+
+def test_text_of_a_pair_that_was_removed_is_not_used(tiny, tmp_path):
+    """It stays in raw/, and the subwords are those of a data set that never had it."""
+    given = configured(tmp_path / "c", tiny[0], pairs=["en-fr"])
+    for name in ("with", "without"):
+        raw = shutil.copytree(tiny[0] / "data/tiny/raw", tmp_path / name / "tiny/raw")
+        for file in raw.glob("*.en-de.*") if name == "without" else ():
+            file.unlink()
+        result = recipe(tmp_path, "prepare", "tiny", DATA_DIR=name, **given)
+        assert result.returncode == 0, result.stderr
+    found = [contents(tmp_path / name / "tiny/bin") for name in ("with", "without")]
+    assert found[0] == found[1]
 
 
 def test_settings_that_text_does_not_follow_are_refused(tiny, tmp_path):

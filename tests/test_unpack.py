@@ -86,6 +86,17 @@ def test_a_bad_archive_is_named_and_leaves_nothing(tmp_path, archive, named):
     assert sorted(tmp_path.rglob("*")) == before
 
 
+def test_two_archives_with_one_name_are_told(tmp_path):
+    """As a zip for each pair, with the same names inside: the text of the first would be that of both."""
+    wanted = {WANTED: tmp_path / "out/text"}
+    for name in "ab":
+        (tmp_path / name).write_bytes(packed("zip", (WANTED, name.encode())))
+    extract(tmp_path / "a", wanted)
+    with pytest.raises(UsageError, match=f"{tmp_path}/b holds"):
+        extract(tmp_path / "b", wanted)
+    assert (tmp_path / "out/text").read_bytes() == b"a"
+
+
 @pytest.mark.parametrize("kind", ["tar", "zip"])
 def test_nothing_is_written_outside(tmp_path, kind):
     """Whatever the members' names are, only wanted ones are written, under the names that are wanted."""

@@ -12,6 +12,7 @@ from smoe_fairseq.recipes.datasets import Dataset
 from smoe_fairseq.recipes.evaluation import scores
 from smoe_fairseq.recipes.evaluation.evaluate import evaluate
 from smoe_fairseq.recipes.folders import Folders, checkpoint_file, run_name, test_file
+from smoe_fairseq.recipes.pretrained import with_pretrained
 from smoe_fairseq.recipes.processes import command, run
 from smoe_fairseq.recipes.training.train import train
 
@@ -19,6 +20,7 @@ from smoe_fairseq.recipes.training.train import train
 def demo(dataset: Dataset, method: str) -> None:
     """Run all recipes in this process, so that it passes a signal on to the running command."""
     prepare(dataset)
+    dataset = with_pretrained(dataset)
     train(dataset, method, [])
     os.environ["LOGLEVEL"] = "WARNING"  # of fairseq, which `_show` imports
     evaluate(dataset, method, [])

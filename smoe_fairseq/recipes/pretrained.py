@@ -1,5 +1,6 @@
 """Fine-tuning: data sets whose subwords and first weights are a trained model's (docs/finetune.md)."""
 
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -30,7 +31,8 @@ VALIDATE = {"metric": "chrf", "sentences": 200, "every": 500, "patience": 5}
 
 def source_of(dataset: Dataset) -> str | None:
     """The run, checkpoint or folder of transformers to fine-tune: ``PRETRAINED``, else the data set's."""
-    return dataset.settings.pretrained or dataset.pretrained
+    given = dataset.settings.pretrained or dataset.pretrained
+    return given and os.path.expanduser(given)
 
 
 def is_foreign(source: Path) -> bool:
@@ -45,7 +47,7 @@ def with_pretrained(dataset: Dataset, binary: Path | None = None) -> Dataset:
         binary: the folder of binarised text; by default the data set's.
 
     Raises:
-        UsageError: it was prepared without the model of its file, or its file sets another architecture.
+        UsageError: it was prepared without the given model or with another, or its file sets an architecture.
     """
     binary = binary or Folders(dataset).binary
     if not (binary / RECORD).exists():
@@ -54,6 +56,9 @@ def with_pretrained(dataset: Dataset, binary: Path | None = None) -> Dataset:
             raise UsageError(f"{binary} was prepared without `pretrained`: {advice}")
         return dataset
     record = {"experts": DENSE} | read_json(binary / RECORD, _FORM)
+    if (given := source_of(dataset) or record["source"]) != record["source"]:
+        fault = f"{binary} was prepared with `pretrained: {record['source']}`, not {given}"
+        raise UsageError(f"{fault}: delete it to prepare it again")
     if dataset.train.get("arch", "smoe_transformer") != "smoe_transformer":
         raise UsageError(
             f"{dataset.file}: `train.arch`: leave it out; the model is that of {record['source']}"

@@ -48,7 +48,7 @@ def _configs(said: str, text: str) -> Path:
     # Next to an installed package, a folder ``configs`` is not ours.
     installed = Path(__file__).parent / "configs"
     checkout = Path(__file__).parents[2] / "configs"
-    folder = Path(text) if text else installed if installed.is_dir() else checkout
+    folder = Path(text).expanduser() if text else installed if installed.is_dir() else checkout
     if not (folder / "datasets").is_dir():
         advice = f"set {said.strip()} to the folder with datasets/ and methods/"
         raise UsageError(f"{folder} holds no recipes: {advice}")

@@ -25,6 +25,7 @@ from smoe_fairseq.forms import read_json
 from smoe_fairseq.languages import assign
 from smoe_fairseq.recipes.data import readers
 from smoe_fairseq.recipes.data.binarise import SPECIAL, read_dictionary
+from smoe_fairseq.recipes.data.raw import text_files
 from smoe_fairseq.recipes.datasets import Dataset
 from smoe_fairseq.recipes.folders import final
 from smoe_fairseq.recipes.pretrained import MODEL, RECORD, is_foreign, source_of
@@ -128,15 +129,15 @@ def _adapt(dataset: Dataset, source: Path, raw: Path, output: Path) -> None:
             vocabulary.add_token(token.format(language), like)
         if dataset.add_subwords:
             new = dataset.new_languages
-            texts = (line for lang, line in _lines(raw) if lang in new)
-            others = (line for lang, line in _lines(raw) if lang not in new)
+            texts = (line for lang, line in _lines(dataset, raw) if lang in new)
+            others = (line for lang, line in _lines(dataset, raw) if lang not in new)
             added = vocabulary.add_pieces(texts, others, dataset.add_subwords)
             print(
                 f"{final(output)}: {len(added):,} subwords and letters of {', '.join(new)} added",
                 flush=True,
             )
         if dataset.trim:
-            vocabulary.trim(_pieces(vocabulary.subwords, raw, output))
+            vocabulary.trim(_pieces(vocabulary.subwords, dataset, raw))
         languages = [*task["langs"], *dataset.new_languages]
         symbols, digest = vocabulary.symbols, checksum(vocabulary.symbols)
         task |= {"data": "", "fixed_dictionary": "dict.txt"}
@@ -197,16 +198,16 @@ def _vocabulary(checkpoint: Path, state: dict, task: dict) -> tuple[Vocabulary, 
     return Vocabulary(state["model"], symbols, read_plain(subwords)), token
 
 
-def _lines(raw: Path) -> Iterator[tuple[str, str]]:
+def _lines(dataset: Dataset, raw: Path) -> Iterator[tuple[str, str]]:
     """Language and line of all text."""
-    for file in sorted(raw.glob("*.*-*.*")):
+    for file in text_files(raw, ",".join((*dataset.pairs, *dataset.keep))):
         for line in readers.lines(file):
             yield file.suffix[1:], line
 
 
-def _pieces(subwords: bytes, raw: Path, output: Path) -> set[str]:
+def _pieces(subwords: bytes, dataset: Dataset, raw: Path) -> set[str]:
     """The pieces of all text."""
     from sentencepiece import SentencePieceProcessor
 
     model = SentencePieceProcessor(model_proto=subwords)
-    return {piece for _, line in _lines(raw) for piece in model.encode(line, out_type=str)}
+    return {piece for _, line in _lines(dataset, raw) for piece in model.encode(line, out_type=str)}

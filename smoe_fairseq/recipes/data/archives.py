@@ -48,7 +48,7 @@ def extract(archive: Path, wanted: Mapping[str, Path]) -> int:
 
     Raises:
         UsageError: the archive is missing, damaged or has a password; or a wanted member is not a plain file,
-            exceeds the free space, or occurs twice.
+            exceeds the free space, or occurs twice or in another archive before.
     """
     members = {}
     with naming_archive(archive, os.path.commonpath(wanted.values()) if wanted else None):
@@ -60,8 +60,9 @@ def extract(archive: Path, wanted: Mapping[str, Path]) -> int:
                 continue
             if not regular:
                 raise UsageError(f"{archive} holds {name!r}, which is not a plain file")
-            if output in members:
-                raise UsageError(f"{archive} holds {members[output]!r} and {name!r} for one file")
+            if output in members or output.exists():
+                other = repr(members[output]) if output in members else "another archive"
+                raise UsageError(f"{archive} holds {name!r} for one file, as does {other}")
             members[output] = name
             output.parent.mkdir(parents=True, exist_ok=True)
             if size > shutil.disk_usage(output.parent).free:

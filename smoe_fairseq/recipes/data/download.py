@@ -17,7 +17,7 @@ from smoe_fairseq.errors import UsageError
 from smoe_fairseq.files import check_plain, open_plain, put_in_place, whole_folder, write_whole
 from smoe_fairseq.recipes.data.archives import extract, naming_archive
 from smoe_fairseq.recipes.data.compression import BLOCK, COMPRESSED, MAGIC, compression_of
-from smoe_fairseq.recipes.data.finding import all_publisher_names
+from smoe_fairseq.recipes.data.finding import all_publisher_names, tells_apart
 from smoe_fairseq.recipes.datasets import Dataset
 
 ATTEMPTS = 3
@@ -55,9 +55,10 @@ def remote_files(dataset: Dataset) -> list[Remote]:
     """The files to download for a data set: single files (``raw.url``) or ``raw.archives``."""
     if url := dataset.raw.get("url"):
         checksums = dataset.raw.get("sha256", {})
-        urls = (url.format(file=names[0]) for names in all_publisher_names(dataset))
-        named = ((address, address.rsplit("/", 1)[-1]) for address in urls)
-        return [Remote(address, name, None, checksums.get(name)) for address, name in named]
+        names = {url.format(file=names[0]): names[0] for names in all_publisher_names(dataset)}
+        if tells_apart(dataset):
+            names = {address: address.rsplit("/", 1)[-1] for address in names}
+        return [Remote(*each, None, checksums.get(each[1])) for each in names.items()]
     remotes = []
     for entry in dataset.raw.get("archives", []):
         name = entry.get("file") or entry["url"].rsplit("/", 1)[-1]
@@ -67,9 +68,12 @@ def remote_files(dataset: Dataset) -> list[Remote]:
 
 def fetch(dataset: Dataset, folder: Path) -> None:
     """Download the data set's files that ``folder`` lacks, and check the existing ones."""
+    there = [remote for remote in remote_files(dataset) if (folder / remote.name).exists()]
+    if there:
+        print(f"{folder} has {there[0].name} and so on: delete it to download again", flush=True)
     for remote in remote_files(dataset):
         target = folder / remote.name
-        if target.exists():
+        if remote in there:
             if fault := _fault(remote, target):
                 raise UsageError(f"{target} has {fault}: delete it and get it again")
             continue
@@ -83,17 +87,16 @@ def fetch(dataset: Dataset, folder: Path) -> None:
 
 def unpack(dataset: Dataset, downloads: Path, target: Path) -> None:
     """Extract the files that ``raw.files`` names from the data set's archives to ``target``."""
-    if target.exists():
+    files = [{*names, *(f"{name}.gz" for name in names)} for names in all_publisher_names(dataset)]
+    if all(any((target / name).exists() for name in names) for names in files):
         print(f"{target} is unpacked already: delete it to unpack it again", flush=True)
         return
-    names = {name for names in all_publisher_names(dataset) for name in names}
-    names |= {f"{name}.gz" for name in names}
     archives = [downloads / remote.name for remote in remote_files(dataset)]
     for archive in archives:
         if not archive.is_file():
             raise UsageError(f"{archive} is missing: scripts/prepare.sh {dataset.name} fetches it")
-    with whole_folder(target) as partial:
-        wanted = {name: partial / name for name in names}
+    with whole_folder(target, replace=True) as partial:
+        wanted = {name: partial / name for names in files for name in names}
         counts = {archive: extract(archive, wanted) for archive in archives}
     for archive, count in counts.items():
         print(f"{archive}: {count} files unpacked", flush=True)

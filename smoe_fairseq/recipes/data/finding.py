@@ -239,9 +239,11 @@ def _published(dataset: Dataset, source: Path, split: str, pair: str, language: 
     if "files" not in dataset.raw:
         return None
     names = publisher_names(dataset, split, pair, language)
-    names += tuple(Path(name).name for name in names)  # the codes as they are come first
-    names += publisher_names(dataset, split, pair, language, spellings)
-    return next(filter(None, (_existing(source / name) for name in names)), None)
+    spelled = publisher_names(dataset, split, pair, language, spellings)
+    exact = filter(None, (_existing(source / name) for name in names))
+    if (file := next(exact, None)) is None and tells_apart(dataset):
+        spelled = (*(Path(name).name for name in names), *spelled)
+    return file or next(filter(None, (_existing(source / name) for name in spelled)), None)
 
 
 def _only_one(candidates: Iterable[ByLanguage]) -> dict[str, Path] | None:
@@ -311,6 +313,12 @@ def all_publisher_names(dataset: Dataset) -> tuple[tuple[str, ...], ...]:
         for language in pair.split("-")
     )
     return tuple(dict.fromkeys(files))
+
+
+def tells_apart(dataset: Dataset) -> bool:
+    """Whether a publisher's files have different names without their folders."""
+    files = [names[0] for names in all_publisher_names(dataset)]
+    return len({Path(name).name for name in files}) == len({*files})
 
 
 def _part(dataset: Dataset, files: Mapping[str, Path], split: str) -> dict[str, Any]:

@@ -4,7 +4,7 @@ import contextlib
 import hashlib
 import json
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from smoe_fairseq import files, locks
@@ -19,6 +19,7 @@ from smoe_fairseq.recipes.data import raw
 from smoe_fairseq.recipes.data.adopt import binarised_folder
 from smoe_fairseq.recipes.data.checks import print_checks
 from smoe_fairseq.recipes.data.download import remote_files
+from smoe_fairseq.recipes.data.finding import find
 from smoe_fairseq.recipes.datasets import Dataset, naming_settings
 from smoe_fairseq.recipes.folders import PARTIAL, Folders, package_folder
 from smoe_fairseq.recipes.pretrained import is_foreign, source_of, with_pretrained
@@ -28,6 +29,7 @@ from smoe_fairseq.recipes.program_flags import FAIRSEQ_POSITIONS, arguments, par
 # In the folder of binarised text: what it was made of, see `_made_of`; and its name until it is complete.
 _RECORD = "preparation.json"
 _UNFINISHED = "unfinished.json"
+_POSITIONS = "max-source-positions"  # of `train`: decides where lines are cut off
 
 
 def prepare(dataset: Dataset, flags: Sequence[str] = ()) -> None:
@@ -96,15 +98,16 @@ def _changed(dataset: Dataset, folders: Folders, flags: Sequence[str]) -> str | 
         return None
     before = read_json(record, {"settings": dict, "content?": {str: {str: str}}})
     now = _origin(dataset, folders, flags)
+    later = {key: now["settings"][key] for key in (_POSITIONS, "keep")}  # older records lack them
+    known = later | before["settings"]
     for key, value in now["settings"].items():
-        if (before["settings"].get(key) or None) != (value or None):
+        if (known.get(key) or None) != (value or None):
             return f"`{key}`"
     if "content" not in before:  # of an earlier version, which read the ends of files
         return None
-    for place, texts in now["content"].items():  # some may have been added or removed since
+    for place, texts in now["content"].items():
         known = before["content"].get(place, {})
-        same = [known[name] == digest for name, digest in texts.items() if name in known]
-        if texts and not (same and all(same)):
+        if any(known.get(name) != digest for name, digest in texts.items()):
             return f"text in {place}"
     return None
 
@@ -113,14 +116,15 @@ def _made_of(dataset: Dataset, folders: Folders, flags: Sequence[str], text: Pat
     """`_origin` and the pretrained model's files, with which alone an interrupted preparation continues."""
     made_of: dict = _origin(dataset, folders, flags, text)
     if source := source_of(dataset):
-        made_of["pretrained"] = _digests(Path(source))
+        model = Path(source)
+        made_of["pretrained"] = _digests(model, [model] if model.is_file() else model.rglob("*"))
     return json.loads(json.dumps(made_of))  # as it is read
 
 
 def _origin(
     dataset: Dataset, folders: Folders, flags: Sequence[str], gathered: Path | None = None
 ) -> dict[str, dict]:
-    """What binarised text is made of: settings, and the texts' files, see `_digests`.
+    """What binarised text is made of: settings, and the `_digests` of the texts' files.
 
     ``gathered`` has the text of ``raw/`` until that is replaced.
     """
@@ -128,20 +132,32 @@ def _origin(
     settings |= {"shards": dataset.shards, "subwords": [*arguments(dataset.subwords), *flags]}
     settings |= {"pretrained": source_of(dataset), "new-languages": dataset.new_languages}
     settings |= {"add-subwords": dataset.add_subwords, "trim": dataset.trim}
-    text = {"raw/": _digests(gathered or folders.raw)}
+    settings |= {_POSITIONS: dataset.train.get(_POSITIONS), "keep": [*dataset.keep]}
+    gathered = gathered or folders.raw
+    text = {"raw/": _digests(gathered, raw.text_files(gathered, _all_pairs(dataset)))}
     if source := dataset.settings.raw:
-        text["RAW"] = _digests(source)
+        text["RAW"] = _digests(source, _text_of(dataset, source))
     return {"settings": settings, "content": text}
 
 
-def _digests(source: Path) -> dict[str, str]:
-    """A digest of each file's content, by its path in ``source``, which may be a file."""
+def _text_of(dataset: Dataset, source: Path) -> Iterable[Path]:
+    """The files in ``source`` that have the data set's text."""
+    if source.is_file():
+        return [source]
+    if dataset.raw.get("messages") or dataset.raw.get("binarised"):
+        return source.rglob("*")
+    text = dataset.in_text
+    sections = filter(None, (find(text, source, *unit) for unit in raw.splits_of(text)))
+    return {file for section in sections for file in section.files.values() if file}
+
+
+def _digests(source: Path, files: Iterable[Path]) -> dict[str, str]:
+    """A digest of each file's content, by its path in ``source``, which may be the file."""
     digests = {}
-    for path in [source] if source.is_file() else source.rglob("*"):
-        if path.is_file():
-            with open(path, "rb") as file:
-                name = path.name if path == source else str(path.relative_to(source))
-                digests[name] = hashlib.file_digest(file, "sha256").hexdigest()
+    for path in filter(Path.is_file, files):
+        with open(path, "rb") as file:
+            name = path.name if path == source else str(path.relative_to(source))
+            digests[name] = hashlib.file_digest(file, "sha256").hexdigest()
     return digests
 
 
@@ -188,7 +204,7 @@ def _prepare(dataset: Dataset, folders: Folders, flags: Sequence[str]) -> None:
                 run(_raw_text(dataset, folders, source, text), dataset.settings)
         if not dry_run or text.exists():
             tested = raw.check(dataset, text)
-        for pair in sorted(set(dataset.pairs) - set(tested)):
+        for pair in sorted({*dataset.pairs, *dataset.keep} - {*tested}):
             warn(f"{text}/test.{pair}.* is missing: {pair} will not be scored")
         if not (dry_run or continues):
             partial.mkdir()
@@ -268,8 +284,13 @@ def _binarised(
         dataset = with_pretrained(dataset, partial)
     elif not (partial / "spm.model").exists():
         # In a process of its own, since no signal interrupts sentencepiece.
-        yield recipe("learn", raw_text, partial, *arguments(dataset.subwords), *flags)
-    options = {"longest": _longest(dataset), "workers": _workers(dataset)}
+        pairs = ("--pairs", ",".join(dataset.pairs))
+        yield recipe("learn", raw_text, partial, *pairs, *arguments(dataset.subwords), *flags)
+    options = {
+        "pairs": _all_pairs(dataset),
+        "longest": _longest(dataset),
+        "workers": _workers(dataset),
+    }
     yield Step("encode", partial / "spm.model", raw_text, text, shards=dataset.shards, **options)
     yield f"# {dataset.name}: binarise; one set of files serves both directions of a pair"
     yield Step("binarise", dataset, text, partial / "dict.txt", partial, workers=_workers(dataset))
@@ -290,7 +311,11 @@ def _replaced(dataset: Dataset, folders: Folders, raw_text: Path, partial: Path)
 
 def _longest(dataset: Dataset) -> int:
     """Maximum number of pieces in a test sentence: the model's positions less language token and end."""
-    return dataset.train.get("max-source-positions", FAIRSEQ_POSITIONS) - 2
+    return dataset.train.get(_POSITIONS, FAIRSEQ_POSITIONS) - 2
+
+
+def _all_pairs(dataset: Dataset) -> str:
+    return ",".join((*dataset.pairs, *dataset.keep))
 
 
 def _workers(dataset: Dataset) -> int:

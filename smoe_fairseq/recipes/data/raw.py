@@ -8,6 +8,7 @@ import functools
 import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -33,12 +34,8 @@ def gather(dataset: Dataset, source: Path, target: Path, workers: int = 1) -> No
     A pair without test files causes a warning. Raises UsageError, with ``target`` unchanged, if another file
     is missing or damaged, or two sides differ in length.
     """
-    sections = {
-        (split, pair): section
-        for split in SPLITS
-        for pair in (*dataset.pairs, *(dataset.keep if split == "test" else ()))
-        if (section := _section(dataset, source, split, pair))
-    }
+    found = {unit: _section(dataset, source, *unit) for unit in splits_of(dataset)}
+    sections = {unit: section for unit, section in found.items() if section}
     for pair in dataset.pairs:
         parts = {s: each for (s, p), each in sections.items() if p == pair and not each.elsewhere}
         if dataset.source.get("sacrebleu"):
@@ -51,6 +48,12 @@ def gather(dataset: Dataset, source: Path, target: Path, workers: int = 1) -> No
     counts = write(dataset, sections, target, workers)
     kept = sum(count["kept"] for count in counts.values())
     print(f"{final(target)}: {2 * len(sections)} files, {kept:,} pairs of lines", flush=True)
+
+
+def splits_of(dataset: Dataset) -> list[tuple[str, str]]:
+    """Each split with each of its pairs."""
+    kept = [("test", pair) for pair in dataset.keep]
+    return [*product(SPLITS, dataset.pairs), *kept]
 
 
 def write(
@@ -139,6 +142,12 @@ def _section(dataset: Dataset, source: Path, split: str, pair: str) -> Section |
     return None
 
 
+def text_files(raw: Path, pairs: str = "", names: str = "*.*-*.*") -> list[Path]:
+    """The files of gathered text of ``pairs``, such as ``en-ca,en-sl``; by default of all."""
+    files = sorted(raw.glob(names))
+    return [file for file in files if not pairs or file.name.split(".")[1] in pairs.split(",")]
+
+
 def give_alone(pair: str) -> str:
     """The advice for training text of which most is in the other splits."""
     return f"if this is all text of {pair}, give it alone, called {pair}: then it is divided"
@@ -219,7 +228,8 @@ def check(
                 tested.append(pair)
             elif present != files and split != "test":
                 missing = next(file for file in files if file not in present)
-                raise UsageError(f"{missing} is missing: {pair} needs it to {split}")
+                again = f"; delete {raw} to gather its text again" * (raw / SETTINGS).exists()
+                raise UsageError(f"{missing} is missing: {pair} needs it to {split}{again}")
     return tuple(tested)
 
 

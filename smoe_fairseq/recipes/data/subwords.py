@@ -23,6 +23,7 @@ from smoe_fairseq.recipes.commands import add_subword_options
 from smoe_fairseq.recipes.data import readers
 from smoe_fairseq.recipes.data.compression import COMPRESSED
 from smoe_fairseq.recipes.data.normalization import nfc_rules
+from smoe_fairseq.recipes.data.raw import text_files
 from smoe_fairseq.recipes.data.text_files import Chunk, count_lines, map_chunks
 from smoe_fairseq.recipes.folders import final, print_written, shard_names
 from smoe_fairseq.recipes.processes import warn
@@ -91,9 +92,9 @@ def _plain(file: Path, folder: Path) -> Path:
     return copy
 
 
-def learn(raw: Path, output: Path, **options) -> None:
-    """Train a model on the files ``train.*`` of ``raw``; see `learn_from`."""
-    files = sorted(raw.glob("train.*"))
+def learn(raw: Path, output: Path, pairs: str = "", **options) -> None:
+    """Train a model on the files ``train.*`` of ``raw``; see `learn_from` and `text_files`."""
+    files = text_files(raw, pairs, "train.*")
     if not files:
         raise UsageError(f"{raw} has no training text (train.eng-xxx.eng and so on)")
     learn_from(files, output, **options)
@@ -223,9 +224,15 @@ def _check_memory(raw: Path, files: list[Path], options: dict) -> None:
 
 
 def encode(
-    model: Path, raw: Path, output: Path, shards: int = 1, longest: int = 0, workers: int = 1
+    model: Path,
+    raw: Path,
+    output: Path,
+    pairs: str = "",
+    shards: int = 1,
+    longest: int = 0,
+    workers: int = 1,
 ) -> None:
-    """Write every file of ``raw`` to ``output`` as pieces; the result does not depend on ``workers``.
+    """Write the `text_files` to ``output`` as pieces; the result does not depend on ``workers``.
 
     Files that an interrupted call has written are kept.
     With several ``shards``, line ``n`` of a training file goes to ``output/shardI`` with ``I = n % shards``,
@@ -233,7 +240,7 @@ def encode(
     (0: never), with a warning.
     """
     loaded = read_subwords(model)
-    files = sorted(raw.glob("*.*-*.*"))
+    files = text_files(raw, pairs)
     for file in filter(_is_training, files):
         with open(file, "rb") as lines:
             if (least := sum(1 for _ in itertools.islice(lines, shards))) < shards:
