@@ -19,6 +19,7 @@ import torch
 
 from benchmarks import timing
 from smoe_fairseq.errors import quietly
+from smoe_fairseq.translate.load import checkpoint_of
 
 BEAM = 5
 MAX_TOKENS = 8192  # per batch of fairseq's, as in configs/datasets/multi30k.yaml
@@ -107,7 +108,7 @@ def of_ctranslate2(args, model, text, prefix, options, folder: Path) -> dict[str
 
     from smoe_fairseq.checkpoints.export import write_ctranslate2
 
-    write_ctranslate2(checkpoint(args.run), folder, force=False, data=args.data)
+    write_ctranslate2(checkpoint_of(args.run), folder, force=False, data=args.data)
 
     def contender(compute_type: str) -> Callable[[], list[str]]:
         threads = torch.get_num_threads()
@@ -138,7 +139,7 @@ def of_transformers(args, text, source, target, limits, folder: Path) -> Callabl
     import smoe_fairseq.huggingface  # noqa: F401
     from smoe_fairseq.checkpoints.huggingface import write_huggingface
 
-    write_huggingface(checkpoint(args.run), folder, force=False, data=args.data)
+    write_huggingface(checkpoint_of(args.run), folder, force=False, half=False, data=args.data)
     model = AutoModelForSeq2SeqLM.from_pretrained(folder).eval()
     tokenizer = AutoTokenizer.from_pretrained(folder)
     tokenizer.src_lang, tokenizer.tgt_lang = source, target
@@ -157,10 +158,6 @@ def of_transformers(args, text, source, target, limits, folder: Path) -> Callabl
         return [found[i] for i in range(len(text))]
 
     return translate
-
-
-def checkpoint(run: Path) -> Path:
-    return run / "checkpoint_best.pt" if run.is_dir() else run
 
 
 def parse_args() -> argparse.Namespace:

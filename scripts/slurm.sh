@@ -42,7 +42,7 @@ if [[ -z ${SLURM_JOB_ID:-} ]]; then
 fi
 
 # SLURM sends USR1 three minutes before the end, and TERM, on which training stops by itself.
-trap 'echo "putting job $SLURM_JOB_ID into the queue again"; scontrol requeue "$SLURM_JOB_ID"' USR1
+trap 'echo "putting job $SLURM_JOB_ID into the queue again"; scontrol requeue "$SLURM_JOB_ID" || true' USR1
 trap 'echo "waiting for training to stop"' TERM
 
 hosts=$(scontrol show hostnames "$SLURM_JOB_NODELIST")

@@ -54,12 +54,15 @@ def test_without_room_for_the_numbers_there_is_no_folder(
         "--log none",
         "--max-tokens 1",
         f"--log {__file__}",
+        "--lang-pairs aa-bb,bb-aa --sentence aa0",
+        "--sentences 2 --sentence aa0",
     ],
 )
 def test_bad_input_gets_one_sentence(three_languages, gates_by_hand, tmp_path, flags):
     flags = flags.replace("FOLDER", str(tmp_path))
     given = ("--path", gates_by_hand, "--output", tmp_path / "new", "--cpu")
-    assert flags in refusal("analyze", three_languages, *given, *flags.split())
+    named = flags.partition(" --sentence ")[0].removesuffix(" 2")
+    assert named in refusal("analyze", three_languages, *given, *flags.split())
     assert not list(tmp_path.iterdir())
 
 
@@ -81,8 +84,8 @@ def test_a_model_of_subwords_that_is_none_is_named(three_languages, gates_by_han
 @pytest.mark.soak
 def test_blanks_between_pairs_do_not_count(three_languages, gates_by_hand, tmp_path):
     given = [*one_direction(three_languages, gates_by_hand), "--output", str(tmp_path / "out")]
-    main([*given, "--lang-pairs", "aar-bb, aa-cc", "--sentences", "2"])
-    assert (tmp_path / "out/report.html").exists()
+    main([*given, "--lang-pairs", "aar-bb, aa-cc, aa-bb", "--sentences", "2"])
+    assert [*json.loads((tmp_path / "out/run.json").read_text())["sentences"]] == ["aa-bb", "aa-cc"]
 
 
 def test_a_sentence_in_another_encoding_is_named(three_languages, gates_by_hand, capsys):

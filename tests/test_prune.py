@@ -287,6 +287,8 @@ def test_requests_that_are_not_clear(trained, pre_norm, corpus, small_corpus, tm
     assert f"{pre_norm} is a dense model: expected one with MoE layers" in refusal(*dense)
     missing = ("prune", trained, tmp_path / "none", "--keep", 0.5, "--output", output)
     assert f"{tmp_path / 'none'} is missing" in refusal(*missing)
+    itself = ("prune", trained.parent, small_corpus, "--keep", 1, "--output", trained, "--force")
+    assert str(trained) in refusal(*itself)
     assert not list(tmp_path.iterdir())
 
 

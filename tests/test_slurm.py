@@ -17,7 +17,7 @@ from smoe_fairseq.recipes.methods import tables
 
 STAND_INS = {
     "sbatch": 'echo "$@" > submitted; echo "$NODES $GPUS $LAUNCHER $SMOE_SCRIPTS" > exported',
-    "scontrol": 'if [[ $1 == show ]]; then printf "node1\\nnode2\\n"; else echo "$@" >> requeued; fi',
+    "scontrol": 'if [[ $1 == show ]]; then printf "node1\\nnode2\\n"; else echo "$@" >> requeued; exit 1; fi',
     "srun": 'echo "$@" > started; until [[ -e end ]]; do sleep 0.05; done; touch ended; exit 3',
 }
 

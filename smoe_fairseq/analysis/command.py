@@ -138,8 +138,14 @@ def run_analyze(args: Namespace) -> None:
         raise UsageError("--output is missing: name a folder for the results")
     if args.output is not None:
         refuse_existing(args.output, f"--output {args.output}")
+    if args.sentence is not None and (args.log or args.sentences):
+        raise UsageError(
+            f"--{'log' if args.log else 'sentences'}: expected no --sentence beside it"
+        )
     with quietly():
         model, task, directions, subset = inputs.load_inputs(args)
+        if args.sentence is not None and args.lang_pairs and len(directions) > 1:
+            raise UsageError(f"--lang-pairs {args.lang_pairs}: expected one pair for --sentence")
         if args.sentence is None:
             text = analyze_subset(model, task, directions, subset, args)
         else:

@@ -138,7 +138,7 @@ def directions(task, pairs: str | None = None) -> list[str]:
         allowed = ["-".join(pair) for pair in itertools.permutations(task.langs, 2)]
     if pairs is None:
         return known
-    names = list(dict.fromkeys(map(str.strip, pairs.split(","))))
+    names = [name.strip() for name in pairs.split(",")]
     for i, name in enumerate(names):
         if name not in allowed and is_multilingual(task):
             found = {lang: meant(lang, task.langs) for lang in name.split("-")}
@@ -146,7 +146,7 @@ def directions(task, pairs: str | None = None) -> list[str]:
         if name not in allowed:
             expected = f"expected some of {', '.join(known)}, which the model knows"
             raise UsageError(f"--lang-pairs {name}: {expected}, joined by commas")
-    return names
+    return list(dict.fromkeys(names))
 
 
 def languages(task, direction: str) -> list[str]:

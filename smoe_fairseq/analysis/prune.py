@@ -34,6 +34,7 @@ from smoe_fairseq.models.transformer import moe_blocks
 from smoe_fairseq.modules.layer import StratifiedMoE
 from smoe_fairseq.modules.routing import Routing
 from smoe_fairseq.modules.strata import Strata
+from smoe_fairseq.translate.load import checkpoint_of
 
 SOFTMAX = (
     "note: these gates use probabilities over all experts that they see, so translations may differ slightly "
@@ -236,6 +237,7 @@ def add_prune_arguments(parser: ArgumentParser) -> None:
 
 def run_prune(args: Namespace) -> None:
     _check(args)
+    args.path = checkpoint_of(args.path)
     check_output([args.path], [args.output], args.force)
     with quietly():
         model, task, directions, subset = inputs.load_inputs(args)
