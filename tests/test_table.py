@@ -74,7 +74,7 @@ def test_directions_average_and_missing_cells(tmp_path):
     runs = tmp_path / "runs/multi30k"
     write_scores(runs / "dense", FULL)
     write_scores(runs / "smoe-4-4", {d: bleu for d, bleu in FULL.items() if d != "fr-en"})
-    (runs / "untested").mkdir()
+    write_scores(runs / "untested", {"de-fr": 9.0})  # of pairs that were another day's
     printed = table(tmp_path, "multi30k").stdout
     lines = printed.splitlines()
     assert len({len(line) for line in lines[2:7]}) == 1  # aligned for a terminal too
@@ -91,6 +91,7 @@ def test_directions_average_and_missing_cells(tmp_path):
         f"smoe-4-4: sacreBLEU {SIGNATURE}\n"
         "smoe-4-4: 5 of 6 directions are scored, averages over missing ones are left out: "
         "run scripts/evaluate.sh multi30k smoe-4-4\n"
+        f"untested: sacreBLEU {SIGNATURE}\n"
         "untested: 0 of 6 directions are scored, averages over missing ones are left out: "
         "run scripts/evaluate.sh multi30k untested\n"
     )

@@ -262,7 +262,7 @@ def _notes(
         advice = again(dataset, name) + rest.get(metric, "")
         notes.append(f"{name}: was scored without {metric}: {advice}")
     elif missing:
-        scored = f"{len(points)} of {len(tested)} directions are scored"
+        scored = f"{len(tested) - len(missing)} of {len(tested)} directions are scored"
         advice = again(dataset, name)
         notes.append(f"{name}: {scored}, averages over missing ones are left out: {advice}")
     if different := scores.different_tests(result, now=tests):

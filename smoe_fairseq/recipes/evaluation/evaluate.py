@@ -170,7 +170,8 @@ def _directions(dataset: Dataset, raw: Path) -> tuple[str, ...]:
     directions = dataset.directions + dataset.kept_directions
     directions = tuple(d for d in directions if dataset.pair_of(d) in tested)
     if not directions:
-        raise UsageError(f"{raw} has no test data (test.eng-xxx.eng and so on)")
+        pair = dataset.pairs[0]
+        raise UsageError(f"{raw} has no test data (test.{pair}.{pair.split('-')[0]} and so on)")
     return directions
 
 
