@@ -184,9 +184,11 @@ def test_a_recipe_is_no_rank_of_torchrun(tmp_path):
 @pytest.mark.parametrize("script", ["prepare", "train", "evaluate", "table"])
 def test_unknown_dataset(tmp_path, script):
     method = ["moe"] if script in ("train", "evaluate") else []
-    sentence = refusal(recipe(tmp_path, script, "multi31k", *method))
     known = sorted(file.stem for file in (ROOT / "configs/datasets").glob("*.yaml"))
-    assert "datasets/multi31k.yaml is missing" in sentence and ", ".join(known) in sentence
+    for name in ("multi31k", "configs/datasets/multi30k.yaml"):
+        sentence = refusal(recipe(tmp_path, script, name, *method))
+        assert f"'{name}'" in sentence and "configs/datasets" in sentence
+        assert "mean multi30k?" in sentence and ", ".join(known) in sentence
     assert list(tmp_path.iterdir()) == []
 
 

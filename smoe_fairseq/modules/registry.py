@@ -79,7 +79,7 @@ def missing_plugin(plugins: Mapping) -> str | None:
         kind, _, name = str(part).partition(" ")
         if name not in REGISTRIES.get(kind, ()):
             return (
-                f"its {kind} {name} is of the module {module}: name that by --user-dir (fairseq's commands) "
-                "or SMOE_PLUGINS (smoe, recipes), or import it in Python"
+                f"its {kind} {name} is of the module {module}: name that by --user-dir (fairseq's commands), "
+                "SMOE_PLUGINS (smoe) or `plugins` of a data set (recipes), or import it in Python"
             )
     return None

@@ -167,11 +167,12 @@ def load_dataset(name: str, settings: Settings | None = None) -> Dataset:
     configs = settings.config_dir
     path = configs / "datasets" / f"{name}.yaml"
     # The recipe's steps would parse a name that starts with a dash as a flag.
-    files = path.parent.glob("*.yaml")
-    known = sorted(file.stem for file in files if file.stem[0] != "-")
+    files = (configs / "datasets").glob("*.yaml")
+    known = sorted(file.stem for file in files if file.stem[0] not in "-.")
     if name not in known:
-        cause = f"{path} is {'in a folder of its own' if path.exists() else 'missing'}"
-        raise UsageError(f"unknown dataset {name!r}, as {cause}: {choice(name, known)}")
+        own = Path(name).name.removesuffix(".yaml")  # of a path
+        cause = f"expected a file of {configs}/datasets, by its name without .yaml"
+        raise UsageError(f"unknown dataset {name!r}: {cause}; {choice(own, known)}")
     empty = {key: type(form)() for key, form in SCHEMA.items() if isinstance(form, dict | list)}
     merged = empty | OmegaConf.to_container(_merge_bases(path, configs))
     _check(merged, path, configs)
