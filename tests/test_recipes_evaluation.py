@@ -167,6 +167,28 @@ def test_text_of_a_pair_that_was_removed_is_not_used(tiny, tmp_path):
     assert found[0] == found[1]
 
 
+def test_codes_of_languages_that_were_exchanged_are_refused(tiny, tmp_path):
+    """Text of one language would be trained and scored as another's. A pair may still be left out."""
+    raw, number = tiny[0] / "text", iter(range(9))
+
+    def step(*words, **more):
+        given = configured(tmp_path / f"c{next(number)}", tiny[0], **more)
+        return recipe(tmp_path, *words, RAW=str(raw), **given)
+
+    codes = {"en": "swh", "fr": "eng", "de": "deu"}
+    assert step("prepare", "tiny", languages=codes).returncode == 0
+    left = {"pairs": ["en-fr"], "languages": {"en": "swh", "fr": "eng"}}
+    assert "prepared already" in step("prepare", "tiny", **left).stdout
+    mended = {"pairs": ["en-fr"], "languages": {"en": "eng", "fr": "swh"}}
+    words = ("prepare tiny", "train tiny smoe-2-2", "evaluate tiny smoe-2-2 --dry-run")
+    for command in words:
+        sentence = refusal(step(*command.split(), **mended))
+        assert "`languages: {en: swh}`" in sentence and "data/tiny/raw" in sentence
+    shutil.rmtree(tmp_path / "data/tiny/bin")
+    raw = ""
+    assert "`languages: {en: swh}`" in refusal(step("prepare", "tiny", **mended))
+
+
 def test_settings_that_text_does_not_follow_are_refused(tiny, tmp_path):
     """Text that is there, gathered or not, is not gathered again; what others binarised not at all."""
     own = {"pairs": ["en-fr"], "raw": {}, "experts": 4}

@@ -11,6 +11,7 @@ from smoe_fairseq.checkpoints.content import fingerprint
 from smoe_fairseq.compat.checkpoint_names import rank_files, saved
 from smoe_fairseq.errors import UsageError
 from smoe_fairseq.files import read_plain
+from smoe_fairseq.forms import read_json
 from smoe_fairseq.recipes.config_files import CHECKPOINT
 from smoe_fairseq.recipes.datasets import Dataset, both_orders
 from smoe_fairseq.recipes.processes import command
@@ -18,6 +19,8 @@ from smoe_fairseq.recipes.processes import command
 # Files in a data set's folder.
 SIZES = "sizes.json"  # {pair: training sentence pairs}
 LEFT_OUT = "left_out.json"  # {pair: {read, kept, and a count for each fault}} of training text
+# In the folders of gathered and of binarised text: what it was made of.
+GATHERED, PREPARED = ".settings.json", "preparation.json"
 PARTIAL = ".partial"  # ends the name of a folder that is not complete
 # Checkpoints of epochs and of updates, perhaps of a rank's experts.
 _RUN = re.compile(r"(?P<method>.+)\.seed-(?P<seed>\d+)")
@@ -65,10 +68,11 @@ class Folders:
         return self.data / "bin"
 
     def check_prepared(self, pairs: Iterable[str]) -> None:
-        """Raise UsageError if a pair lacks binarised text for training or validation."""
+        """Raise UsageError if a pair lacks binarised text for training or validation, or has other codes."""
         if not self.binary.exists():
             missing = f"{self.binary.absolute()} is missing"
             raise UsageError(f"{missing}: run scripts/prepare.sh {self.dataset}")
+        self.check_languages(self.binary / PREPARED)
         folder = shard_folders(self.binary)[0]
         again = f"delete {self.binary} and run scripts/prepare.sh {self.dataset} again"
         for pair, split in itertools.product(pairs, ("train", "valid")):
@@ -78,6 +82,18 @@ class Folders:
                     if not any((folder / name).exists() for name in names):
                         missing = f"{folder / names[0]} is missing"
                         raise UsageError(f"{missing}: {again}, or leave {pair} out of `pairs`")
+
+    def check_languages(self, record: Path) -> None:
+        """Raise UsageError if text, by the record in its folder, was made with other codes of `languages`."""
+        content = read_json(record) if record.exists() else {}
+        before = content.get("settings", content).get("languages", {})  # older records have none
+        for code, model in self.dataset.codes.items():
+            if (other := before.get(code, model)) != model:
+                made = (
+                    f"{record.parent} was made with `languages: {{{code}: {other}}}`, not {model}"
+                )
+                again = f"run scripts/prepare.sh {self.dataset} again"
+                raise UsageError(f"{made}: delete {self.binary} and {self.raw}, and {again}")
 
     def texts(self, split: str, pair: str) -> dict[str, Path]:
         """A pair's files in `raw`, by language."""

@@ -21,14 +21,14 @@ from smoe_fairseq.recipes.data.checks import print_checks
 from smoe_fairseq.recipes.data.download import remote_files
 from smoe_fairseq.recipes.data.finding import find
 from smoe_fairseq.recipes.datasets import Dataset, naming_settings
-from smoe_fairseq.recipes.folders import PARTIAL, Folders, package_folder
+from smoe_fairseq.recipes.folders import PARTIAL, PREPARED, Folders, package_folder
 from smoe_fairseq.recipes.pretrained import is_foreign, source_of, with_pretrained
 from smoe_fairseq.recipes.processes import command, recipe, run, warn
 from smoe_fairseq.recipes.program_flags import FAIRSEQ_POSITIONS, arguments, parse_flags
 
-# In the folder of binarised text: what it was made of, see `_made_of`; and its name until it is complete.
-_RECORD = "preparation.json"
-_UNFINISHED = "unfinished.json"
+_UNFINISHED = (
+    "unfinished.json"  # the name of `PREPARED`, see `_made_of`, until the text is complete
+)
 _POSITIONS = "max-source-positions"  # of `train`: decides where lines are cut off
 
 
@@ -93,13 +93,14 @@ def _is_prepared(dataset: Dataset, folders: Folders, flags: Sequence[str]) -> bo
 
 def _changed(dataset: Dataset, folders: Folders, flags: Sequence[str]) -> str | None:
     """A setting or text that is not that of the binarised text; None if there is none, or no record."""
-    record = folders.binary / _RECORD
+    record = folders.binary / PREPARED
     if not record.exists():
         return None
     before = read_json(record, {"settings": dict, "content?": {str: {str: str}}})
     now = _origin(dataset, folders, flags)
     later = {key: now["settings"][key] for key in (_POSITIONS, "keep")}  # older records lack them
-    known = later | before["settings"]
+    compared = {"languages": dataset.codes}  # by `check_prepared`
+    known = later | before["settings"] | compared
     for key, value in now["settings"].items():
         if (known.get(key) or None) != (value or None):
             return f"`{key}`"
@@ -133,6 +134,7 @@ def _origin(
     settings |= {"pretrained": source_of(dataset), "new-languages": dataset.new_languages}
     settings |= {"add-subwords": dataset.add_subwords, "trim": dataset.trim}
     settings |= {_POSITIONS: dataset.train.get(_POSITIONS), "keep": [*dataset.keep]}
+    settings |= {"languages": dataset.codes}
     gathered = gathered or folders.raw
     text = {"raw/": _digests(gathered, raw.text_files(gathered, _all_pairs(dataset)))}
     if source := dataset.settings.raw:
@@ -305,7 +307,7 @@ def _replaced(dataset: Dataset, folders: Folders, raw_text: Path, partial: Path)
         print_checks(dataset, partial, _workers(dataset))
     yield command("rm", "-rf", partial / "text", folders.binary)
     if not dataset.settings.dry_run:
-        (partial / _UNFINISHED).rename(partial / _RECORD)
+        (partial / _UNFINISHED).rename(partial / PREPARED)
     yield command("mv", partial, folders.binary)
 
 

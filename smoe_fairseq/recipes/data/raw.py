@@ -22,10 +22,8 @@ from smoe_fairseq.recipes.data.faults import Faults
 from smoe_fairseq.recipes.data.finding import SPLITS, Section, find, missing, publisher_names
 from smoe_fairseq.recipes.data.text_files import parallel_map
 from smoe_fairseq.recipes.datasets import Dataset, translated
-from smoe_fairseq.recipes.folders import LEFT_OUT, SIZES, Folders, final
+from smoe_fairseq.recipes.folders import GATHERED, LEFT_OUT, SIZES, Folders, final
 from smoe_fairseq.recipes.processes import warn
-
-SETTINGS = ".settings.json"  # in the folder of gathered text, see `settings_of`
 
 
 def gather(dataset: Dataset, source: Path, target: Path, workers: int = 1) -> None:
@@ -88,7 +86,8 @@ def write(
             translated(pair, dataset.codes): dict(counts["train", pair]) for pair in dataset.pairs
         }
         write_sizes(target, {pair: count["kept"] for pair, count in left_out.items()})
-        (partial / SETTINGS).write_text(json.dumps(settings_of(dataset), indent=2) + "\n", "utf-8")
+        made_with = settings_of(dataset) | {"languages": dataset.codes}
+        (partial / GATHERED).write_text(json.dumps(made_with, indent=2) + "\n", "utf-8")
         write_whole(target.with_name(LEFT_OUT), json.dumps(left_out, indent=2) + "\n")
     return counts
 
@@ -103,7 +102,7 @@ def settings_of(dataset: Dataset) -> dict[str, Any]:
 def check_settings(dataset: Dataset, text: Path) -> None:
     """Raise UsageError if text was gathered with other settings, or not gathered and to be cleaned."""
     now = settings_of(dataset)
-    before = read_json(text / SETTINGS) if (text / SETTINGS).exists() else now | {"clean": {}}
+    before = read_json(text / GATHERED) if (text / GATHERED).exists() else now | {"clean": {}}
     if changed := next((key for key in now if before.get(key) != now[key]), None):
         advice = "delete it to gather its text again, or give another folder with the text by --raw"
         raise UsageError(f"{text} was not made with this `{changed}`: {advice}")
@@ -216,7 +215,11 @@ def copy_pairs(
 def check(
     dataset: Dataset, raw: Path, needed: tuple[str, ...] = ("train", "valid")
 ) -> tuple[str, ...]:
-    """The pairs with test text; raises UsageError if a ``needed`` file is missing, or a file is empty."""
+    """The pairs with test text.
+
+    Raises UsageError if a ``needed`` file is missing, a file is empty, or text has other codes of languages.
+    """
+    Folders(dataset).check_languages(raw / GATHERED)
     tested = []
     for pair in (*dataset.pairs, *dataset.keep):
         for split in (*(needed if pair in dataset.pairs else ()), "test"):
@@ -228,7 +231,7 @@ def check(
                 tested.append(pair)
             elif present != files and split != "test":
                 missing = next(file for file in files if file not in present)
-                again = f"; delete {raw} to gather its text again" * (raw / SETTINGS).exists()
+                again = f"; delete {raw} to gather its text again" * (raw / GATHERED).exists()
                 raise UsageError(f"{missing} is missing: {pair} needs it to {split}{again}")
     return tuple(tested)
 
