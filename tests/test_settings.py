@@ -14,6 +14,7 @@ from smoe_fairseq.errors import UsageError
 from smoe_fairseq.recipes import datasets, program_flags, settings
 from smoe_fairseq.recipes.compare.table import resource_classes
 from smoe_fairseq.recipes.datasets import load_dataset
+from smoe_fairseq.recipes.folders import run_name
 from smoe_fairseq.recipes.methods import method_flags, tables
 from smoe_fairseq.recipes.program_flags import arguments
 
@@ -200,8 +201,9 @@ def test_a_file_that_cannot_be_read(configs):
 
 
 def test_methods_fill_in_experts_and_strata(configs):
-    configs({"pairs": ["a-b"], "experts": 6})
+    configs({"pairs": ["a-b"], "experts": 6, "train": {"moe-freq": None, "seed": None}})
     dataset = load_dataset("odd")
+    assert run_name(dataset, "moe") == "moe"
     assert arguments(method_flags("moe", dataset)) == [
         *("--moe-freq", "2", "--smoe-strata", "6", "--moe-top-k", "2")
     ]

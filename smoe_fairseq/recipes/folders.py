@@ -15,6 +15,7 @@ from smoe_fairseq.forms import read_json
 from smoe_fairseq.recipes.config_files import CHECKPOINT
 from smoe_fairseq.recipes.datasets import Dataset, both_orders
 from smoe_fairseq.recipes.processes import command
+from smoe_fairseq.recipes.program_flags import value_of
 
 # Files in a data set's folder.
 SIZES = "sizes.json"  # {pair: training sentence pairs}
@@ -214,7 +215,7 @@ def package_folder(*names: str) -> str:
 
 def default_seed(dataset: Dataset) -> int:
     """The data set's seed."""
-    return dataset.train.get("seed", 1)  # fairseq's default
+    return value_of(dataset.train, "seed", 1)  # fairseq's default
 
 
 def seed_of(dataset: Dataset) -> int:

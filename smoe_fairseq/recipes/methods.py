@@ -9,7 +9,7 @@ from omegaconf import OmegaConf
 from smoe_fairseq.errors import UsageError, quietly
 from smoe_fairseq.recipes.config_files import import_plugins_of, method_file, read
 from smoe_fairseq.recipes.datasets import Dataset
-from smoe_fairseq.recipes.program_flags import Flags
+from smoe_fairseq.recipes.program_flags import Flags, value_of
 
 PRETRAINED = "pretrained"  # a data set's pretrained model, which is scored and not trained
 MOE_FREQ = 2  # every second layer is an MoE layer, unless the data set sets moe-freq
@@ -35,7 +35,7 @@ def method_flags(name: str, dataset: Dataset) -> Flags:
         if not isinstance(value, str):
             return value
         value = value.replace("{strata}", strata).replace("{layers}", strata.replace("-", ","))
-        value = value.replace("{moe-freq}", str(dataset.train.get("moe-freq", MOE_FREQ)))
+        value = value.replace("{moe-freq}", str(value_of(dataset.train, "moe-freq", MOE_FREQ)))
         if "{ffn-2/3}" in value:
             value = value.replace("{ffn-2/3}", str(_two_thirds_of_ffn(dataset)))
         if "{experts}" in value and dataset.experts is None:
@@ -57,7 +57,7 @@ def _two_thirds_of_ffn(dataset: Dataset) -> int:
         with quietly():
             from smoe_fairseq.analysis.cost import config_of, parse_model  # imports fairseq
 
-        words = ["--arch", dataset.train.get("arch", "smoe_transformer_base")]
+        words = ["--arch", value_of(dataset.train, "arch", "smoe_transformer_base")]
         size = config_of(parse_model(words)).encoder_ffn_embed_dim
     return max(1, round(int(size) / 12)) * 8
 

@@ -10,7 +10,7 @@ from smoe_fairseq.flags import flag_of
 from smoe_fairseq.forms import read_json
 from smoe_fairseq.recipes.datasets import Dataset
 from smoe_fairseq.recipes.folders import Folders
-from smoe_fairseq.recipes.program_flags import Flags, arguments, flag_values
+from smoe_fairseq.recipes.program_flags import Flags, arguments, flag_values, value_of
 
 MODEL, RECORD = "pretrained.pt", "pretrained.json"  # beside the binarised text
 STARTED = "--pretrained"  # in a run's identity: the fingerprint of the model that it starts from
@@ -59,7 +59,7 @@ def with_pretrained(dataset: Dataset, binary: Path | None = None) -> Dataset:
     if (given := source_of(dataset) or record["source"]) != record["source"]:
         fault = f"{binary} was prepared with `pretrained: {record['source']}`, not {given}"
         raise UsageError(f"{fault}: delete it to prepare it again")
-    if dataset.train.get("arch", "smoe_transformer") != "smoe_transformer":
+    if value_of(dataset.train, "arch", "smoe_transformer") != "smoe_transformer":
         raise UsageError(
             f"{dataset.file}: `train.arch`: leave it out; the model is that of {record['source']}"
         )

@@ -23,6 +23,12 @@ def arguments(flags: Flags) -> list[str]:
     return words
 
 
+def value_of(flags: Flags, name: str, default: Any) -> Any:
+    """The value of a flag, or ``default`` if it is missing or null."""
+    value = flags.get(name)
+    return default if value is None else value
+
+
 def parse_flags(program: str, words: Sequence[str]) -> DictConfig:
     """fairseq's config of command-line words; raises UsageError for an unknown flag or an invalid value."""
     from fairseq import options  # slow
