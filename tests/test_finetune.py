@@ -8,7 +8,7 @@ from pathlib import Path
 import pretrained
 import pytest
 import torch
-from commands import load, refused, run, step_here
+from commands import changed, load, refused, run, step_here
 from test_recipes import commands, recipe, table, write_dataset
 
 from smoe_fairseq.analysis.cost import build_meta_model, parse_run
@@ -202,6 +202,8 @@ assert "smoe_fairseq" not in sys.modules
         ({"languages": {"en": "swh_Latn"}}, ("`languages`", "swh_Latn-swh_Latn")),
         ({"pretrained": "facebook/nllb-200"}, ("pretrained: facebook/nllb-200", "hf download")),
         ("--vocab-size 400", ("--vocab-size", "pretrained")),
+        ({"pretrained": None}, ("new-languages", "--pretrained")),
+        ({"pretrained": None, "new-languages": {}, "add-subwords": None, "trim": True}, ("trim",)),
     ],
 )
 def test_refused_before_anything_is_written(nllb, tmp_path, change, named):
@@ -218,9 +220,9 @@ def test_refused_before_anything_is_written(nllb, tmp_path, change, named):
 def from_experts(prepared, tmp_path_factory) -> tuple[Path, dict[str, str]]:
     """As ``tuned``, from a run with experts."""
     folder = tmp_path_factory.mktemp("experts")
-    run_folder = str(prepared / "runs/tiny/smoe-2-2")
+    (folder / "smoe-2-2").symlink_to(prepared / "runs/tiny/smoe-2-2")
     content = {"pairs": ["en-fr"], "experts": 4, "train": SMALL, "validate": {"metric": "loss"}}
-    settings = write_dataset(folder / "configs", "mine", pretrained=run_folder, **content)
+    settings = write_dataset(folder / "configs", "mine", pretrained="smoe-2-2", **content)
     settings |= {"GPUS": "0"}
     result = step_here("prepare", "mine", cwd=folder, RAW=str(prepared / "text"), **settings)
     assert result.returncode == 0, result.stderr
@@ -247,6 +249,18 @@ def test_a_run_with_experts(from_experts, prepared):
     text = (folder / "data/mine/raw/test.en-fr.en").read_text()
     said = run("smoe", "translate", prepared / "runs/tiny/smoe-2-2", *flags, stdin=text, fresh=True)
     assert read.read_text() in said.stdout
+
+
+def test_a_model_that_was_trained_further_since_is_told(from_experts, prepared, tmp_path):
+    folder, settings = from_experts
+    shutil.copytree(folder / "data", tmp_path / "data")
+    source = shutil.copytree(prepared / "runs/tiny/smoe-2-2", tmp_path / "smoe-2-2")
+    (source / "train.log").write_text("another line")
+    said = step_here("prepare", "mine", cwd=tmp_path, **settings)
+    assert said.returncode == 0 and "prepared already" in said.stdout
+    checkpoint = source / "checkpoint_best.pt"
+    changed(checkpoint, checkpoint, lambda state: state["extra_state"].update(further=True))
+    refused(step_here("prepare", "mine", cwd=tmp_path, **settings), "data/mine/bin", "`pretrained`")
 
 
 def test_runs_that_began_from_another_model_are_told_and_not_averaged(from_experts, tmp_path):

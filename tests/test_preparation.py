@@ -274,13 +274,18 @@ def test_an_interrupted_preparation_continues(tmp_path, monkeypatch):
         words = ("prepare", "tiny", "--raw", str(text), "--vocab-size", size)
         return step_here(*words, cwd=tmp_path, **surroundings() | given)
 
-    def interrupted() -> int:
-        """As by SIGTERM, when subwords are learnt; the time of their model."""
+    def interrupted(at: str = "subwords.encode_files") -> int | None:
+        """As by SIGTERM, when subwords are learnt, or at another function; the time of their model."""
         shutil.rmtree(data / "bin", ignore_errors=True)
         with monkeypatch.context() as patch:
-            patch.setattr(subwords, "encode_files", lambda *_: sys.exit(128 + signal.SIGTERM))
-            assert prepare().returncode == 128 + signal.SIGTERM
-        return (partial / "spm.model").stat().st_mtime_ns
+            patch.setattr(
+                f"smoe_fairseq.recipes.data.{at}", lambda *_: sys.exit(128 + signal.SIGTERM)
+            )
+            stopped = prepare()
+            assert stopped.returncode == 128 + signal.SIGTERM
+        assert "the same command continues" in stopped.stdout
+        model = partial / "spm.model"
+        return model.stat().st_mtime_ns if model.exists() else None
 
     def continues() -> bool:
         done = prepare()
@@ -292,8 +297,13 @@ def test_an_interrupted_preparation_continues(tmp_path, monkeypatch):
     assert continues() and (data / "bin/spm.model").stat().st_mtime_ns == learned
     found, _ = contents(data / "bin"), shutil.rmtree(data / "bin")
     assert not continues() and contents(data / "bin") == found
+    (data / "sizes.json").write_text("{}")
     interrupted()
-    assert (data / "raw.partial").exists()
+    assert (data / "raw.partial").exists() and (data / "sizes.json").read_text() == "{}"
+    assert continues() and contents(data / "bin") == found
+    assert "300" in (data / "sizes.json").read_text()
+    assert not (data / "raw/sizes.json").exists()
+    interrupted("prepare.recipe")  # the program that learns subwords
     assert continues() and contents(data / "bin") == found
     interrupted()
     (partial / "spm.model").write_bytes(b"of other settings")

@@ -284,11 +284,13 @@ def test_text_is_not_replaced_by_its_preparation(tmp_path, kind):
         source = write_text(tmp_path / "text", "en-fr", train=300, valid=5, test=5)
     if kind == "notes":
         (named := raw / "notes").touch()
+    (sizes := raw.with_name("sizes.json")).write_text("{}")
     before = contents(raw)
     flags = ["--vocab-size", "4"] if kind == "subwords" else []  # too few
     sentence = refusal(prepare_from(tmp_path, source, *flags))
     assert ("--vocab-size 4" if flags else str(named.relative_to(tmp_path))) in sentence
     assert contents(raw) == before and not list(tmp_path.glob("data/tiny/*.partial"))
+    assert sizes.read_text() == "{}"
     if kind == "itself":
         given = {"CONFIG_DIR": str(tmp_path / "configs"), "DRY_RUN": "1"}
         planned = recipe(tmp_path, "prepare", "tiny", RAW="not yet there", **given)

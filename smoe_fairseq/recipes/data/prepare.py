@@ -4,10 +4,12 @@ import contextlib
 import hashlib
 import json
 import shutil
+import zipfile
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from smoe_fairseq import files, locks
+from smoe_fairseq.checkpoints.content import fingerprint
 from smoe_fairseq.errors import UsageError, quietly
 from smoe_fairseq.flags import refusing_flags
 from smoe_fairseq.forms import read_json
@@ -21,14 +23,20 @@ from smoe_fairseq.recipes.data.checks import print_checks
 from smoe_fairseq.recipes.data.download import remote_files
 from smoe_fairseq.recipes.data.finding import find
 from smoe_fairseq.recipes.datasets import Dataset, naming_settings
-from smoe_fairseq.recipes.folders import PARTIAL, PREPARED, Folders, package_folder
+from smoe_fairseq.recipes.folders import (
+    LEFT_OUT,
+    PARTIAL,
+    PREPARED,
+    SIZES,
+    Folders,
+    package_folder,
+)
 from smoe_fairseq.recipes.pretrained import is_foreign, source_of, with_pretrained
 from smoe_fairseq.recipes.processes import command, recipe, run, warn
-from smoe_fairseq.recipes.program_flags import FAIRSEQ_POSITIONS, arguments, parse_flags
+from smoe_fairseq.recipes.program_flags import FAIRSEQ_POSITIONS, arguments, parse_flags, value_of
 
-_UNFINISHED = (
-    "unfinished.json"  # the name of `PREPARED`, see `_made_of`, until the text is complete
-)
+_UNFINISHED = "unfinished.json"  # the name of `PREPARED`, see `_origin`, until the text is complete
+_WHOLE = 1 << 26  # bytes up to which a pretrained model's files without checksums are read
 _POSITIONS = "max-source-positions"  # of `train`: decides where lines are cut off
 
 
@@ -52,6 +60,10 @@ def prepare(dataset: Dataset, flags: Sequence[str] = ()) -> None:
 
             if known := languages_of(Path(source)):
                 check_languages(dataset, known)
+    for key in () if source else ("trim", "new-languages", "add-subwords"):
+        if getattr(dataset, key.replace("-", "_")):
+            expected = "expected it with `pretrained`, or --pretrained"
+            raise UsageError(f"{dataset.file}: `{key}`: {expected}")
     if dataset.settings.dry_run:
         _prepare(dataset, folders, flags)
         return
@@ -71,7 +83,7 @@ def prepare(dataset: Dataset, flags: Sequence[str] = ()) -> None:
 
 def _check_training(dataset: Dataset) -> None:
     """Raise UsageError if ``fairseq-train`` refuses a setting of ``train``, rather than after this work."""
-    if "arch" in dataset.train:  # by which its flags are known
+    if value_of(dataset.train, "arch", None):  # by which its flags are known
         words = ["DATA", *arguments(dataset.task | dataset.train)]
         with naming_settings(dataset, ("train", "task")), quietly():
             parse_flags("fairseq-train", words)
@@ -96,7 +108,7 @@ def _changed(dataset: Dataset, folders: Folders, flags: Sequence[str]) -> str | 
     record = folders.binary / PREPARED
     if not record.exists():
         return None
-    before = read_json(record, {"settings": dict, "content?": {str: {str: str}}})
+    before = read_json(record, {"settings": dict, "content?": {str: {str: str}}, "model?": dict})
     now = _origin(dataset, folders, flags)
     later = {key: now["settings"][key] for key in (_POSITIONS, "keep")}  # older records lack them
     compared = {"languages": dataset.codes}  # by `check_prepared`
@@ -104,6 +116,8 @@ def _changed(dataset: Dataset, folders: Folders, flags: Sequence[str]) -> str | 
     for key, value in now["settings"].items():
         if (known.get(key) or None) != (value or None):
             return f"`{key}`"
+    if before.get("model", now["model"]) != now["model"]:
+        return "content of `pretrained`"
     if "content" not in before:  # of an earlier version, which read the ends of files
         return None
     for place, texts in now["content"].items():
@@ -113,21 +127,13 @@ def _changed(dataset: Dataset, folders: Folders, flags: Sequence[str]) -> str | 
     return None
 
 
-def _made_of(dataset: Dataset, folders: Folders, flags: Sequence[str], text: Path) -> dict:
-    """`_origin` and the pretrained model's files, with which alone an interrupted preparation continues."""
-    made_of: dict = _origin(dataset, folders, flags, text)
-    if source := source_of(dataset):
-        model = Path(source)
-        made_of["pretrained"] = _digests(model, [model] if model.is_file() else model.rglob("*"))
-    return json.loads(json.dumps(made_of))  # as it is read
-
-
 def _origin(
     dataset: Dataset, folders: Folders, flags: Sequence[str], gathered: Path | None = None
 ) -> dict[str, dict]:
-    """What binarised text is made of: settings, and the `_digests` of the texts' files.
+    """What binarised text is made of: settings, the `_digests` of the texts' files, and the pretrained model.
 
-    ``gathered`` has the text of ``raw/`` until that is replaced.
+    With it alone an interrupted preparation continues. ``gathered`` has the text of ``raw/`` until that is
+    replaced.
     """
     settings = raw.settings_of(dataset)
     settings |= {"shards": dataset.shards, "subwords": [*arguments(dataset.subwords), *flags]}
@@ -139,7 +145,28 @@ def _origin(
     text = {"raw/": _digests(gathered, raw.text_files(gathered, _all_pairs(dataset)))}
     if source := dataset.settings.raw:
         text["RAW"] = _digests(source, _text_of(dataset, source))
-    return {"settings": settings, "content": text}
+    return {"settings": settings, "content": text, "model": _model(dataset)}
+
+
+def _model(dataset: Dataset) -> dict[str, str]:
+    """The identity of each of the pretrained model's files."""
+    if not (given := source_of(dataset)):
+        return {}
+    source = Path(given)
+    if is_foreign(source):
+        files = [file for file in source.glob("[!.]*") if file.is_file() and file.suffix != ".md"]
+    else:
+        with quietly():
+            from smoe_fairseq.translate.load import checkpoint_of  # fairseq
+
+        files = [checkpoint_of(source)]
+    return {file.name: _identity(file) for file in files}
+
+
+def _identity(file: Path) -> str:
+    """A `fingerprint`; of a large file that would be read whole for it, such as safetensors, the size."""
+    large = file.exists() and file.stat().st_size > _WHOLE
+    return str(file.stat().st_size) if large and not zipfile.is_zipfile(file) else fingerprint(file)
 
 
 def _text_of(dataset: Dataset, source: Path) -> Iterable[Path]:
@@ -191,8 +218,8 @@ def _prepare(dataset: Dataset, folders: Folders, flags: Sequence[str]) -> None:
     partial, replacing = (Path(f"{path}{PARTIAL}") for path in (folders.binary, folders.raw))
     text, tested = replacing if replacing.exists() else folders.raw, dataset.pairs
     record = partial / _UNFINISHED
-    continues = not dry_run and record.exists()
-    continues = continues and read_json(record) == _made_of(dataset, folders, flags, text)
+    kept, continues = False, not dry_run and record.exists()
+    continues = continues and read_json(record) == _origin(dataset, folders, flags, text)
     try:
         if continues:
             print(f"# {dataset.name}: an interrupted preparation continues", flush=True)
@@ -210,16 +237,18 @@ def _prepare(dataset: Dataset, folders: Folders, flags: Sequence[str]) -> None:
             warn(f"{text}/test.{pair}.* is missing: {pair} will not be scored")
         if not (dry_run or continues):
             partial.mkdir()
-            made_of = _made_of(dataset, folders, flags, text)
+            made_of = _origin(dataset, folders, flags, text)
             files.write_whole(record, json.dumps(made_of) + "\n")
         run(_binarised(dataset, folders, text, partial, flags), dataset.settings)
         run(_replaced(dataset, folders, text, partial), dataset.settings)
     except SystemExit as ended:
         if ended.code >= 128:
-            print("# ended by a signal; the same command continues", flush=True)
+            kept = record.exists()
+            does = "continues" if kept else "begins again"
+            print(f"# ended by a signal; the same command {does}", flush=True)
         raise
     finally:  # what is complete is kept for the next attempt
-        if not dry_run and not (partial / "spm.model").exists():
+        if not (dry_run or kept or (partial / "spm.model").exists()):
             _remove(partial, replacing)
 
 
@@ -301,6 +330,9 @@ def _binarised(
 def _replaced(dataset: Dataset, folders: Folders, raw_text: Path, partial: Path) -> Iterator[str]:
     """Put what is complete in the place of what was there."""
     if raw_text != folders.raw:
+        for counts in (SIZES, LEFT_OUT):
+            if (raw_text / counts).exists():
+                yield command("mv", raw_text / counts, folders.data)
         yield command("rm", "-rf", folders.raw)
         yield command("mv", raw_text, folders.raw)
     if not dataset.settings.dry_run:
@@ -313,7 +345,7 @@ def _replaced(dataset: Dataset, folders: Folders, raw_text: Path, partial: Path)
 
 def _longest(dataset: Dataset) -> int:
     """Maximum number of pieces in a test sentence: the model's positions less language token and end."""
-    return dataset.train.get(_POSITIONS, FAIRSEQ_POSITIONS) - 2
+    return value_of(dataset.train, _POSITIONS, FAIRSEQ_POSITIONS) - 2
 
 
 def _all_pairs(dataset: Dataset) -> str:

@@ -22,7 +22,7 @@ from smoe_fairseq.recipes.data.faults import Faults
 from smoe_fairseq.recipes.data.finding import SPLITS, Section, find, missing, publisher_names
 from smoe_fairseq.recipes.data.text_files import parallel_map
 from smoe_fairseq.recipes.datasets import Dataset, translated
-from smoe_fairseq.recipes.folders import GATHERED, LEFT_OUT, SIZES, Folders, final
+from smoe_fairseq.recipes.folders import GATHERED, LEFT_OUT, PARTIAL, SIZES, Folders, final
 from smoe_fairseq.recipes.processes import warn
 
 
@@ -60,7 +60,8 @@ def write(
     """Write text in the shared layout; returns the counts of pairs read and kept, by split and pair.
 
     Training pairs are left out if a side is empty, or if the data set's ``clean`` drops them. ``sizes.json``
-    next to ``target`` gets the numbers of training pairs, ``left_out.json`` those of pairs left out. All
+    next to ``target`` gets the numbers of training pairs, ``left_out.json`` those of pairs left out (both are
+    in ``target`` if its name ends in ``.partial``). All
     names of files and pairs have the codes of a pretrained model, if there is one.
     """
     inputs = [file for part in sections.values() for file in part.files.values() if file]
@@ -85,10 +86,12 @@ def write(
         left_out = {
             translated(pair, dataset.codes): dict(counts["train", pair]) for pair in dataset.pairs
         }
-        write_sizes(target, {pair: count["kept"] for pair, count in left_out.items()})
+        # Beside the text; or in it, if it is to replace other text, until it does.
+        text = partial / target.name if target.suffix == PARTIAL else target
+        write_sizes(text, {pair: count["kept"] for pair, count in left_out.items()})
         made_with = settings_of(dataset) | {"languages": dataset.codes}
         (partial / GATHERED).write_text(json.dumps(made_with, indent=2) + "\n", "utf-8")
-        write_whole(target.with_name(LEFT_OUT), json.dumps(left_out, indent=2) + "\n")
+        write_whole(text.with_name(LEFT_OUT), json.dumps(left_out, indent=2) + "\n")
     return counts
 
 
