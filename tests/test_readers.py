@@ -557,9 +557,37 @@ def test_folders_that_tell_pairs_apart(tmp_path, dataset):
     for file in ("en-ha/train.ha", "en-ha/train.en", "text.train.en", "text.train.sw"):
         (tmp_path / file).write_text("a\n")
     assert find(own, tmp_path, "train", "en-ha").files["en"] == tmp_path / "en-ha/train.en"
+    for url in (
+        "https://x/{file}.gz?download=1",
+        "https://x/get?name={file}",
+        "https://x/{file}/get",
+    ):
+        path = "en-ha/train.en.gz" if ".gz" in url else "en-ha/train.en"
+        assert remote_files(replace(own, raw=raw | {"url": url}))[0].name == path
     own = replace(own, raw=raw | {"files": "{pair}/text.{split}.{language}"})
     assert find(replace(own, pairs=("en-sw",)), tmp_path, "train", "en-sw")
     assert find(own, tmp_path, "train", "en-sw") is None
+
+
+def test_downloads_that_are_refused(dataset):
+    sums = {
+        f"{split}.{language}": "0"
+        for split in ("train", "valid", "test")
+        for language in ("en", "ha")
+    }
+    raw = {"files": "{split}.{language}", "url": "https://x/{file}?download=1"}
+    more = dataset(
+        ["en-ha"], raw=raw | {"sha256": sums | {"train.sw": "0"}}
+    )  # of a pair that is left out
+    assert {remote.name: remote.sha256 for remote in remote_files(more)} == sums
+    sums["train.e"] = sums.pop("train.en")
+    archives = [{"url": "https://x/en-ha/a.zip"}, {"url": "https://x/en-sw/a.zip"}]
+    for wrong, named in (
+        ({"sha256": sums}, "train.e:"),
+        ({"url": "", "archives": archives}, "a.zip"),
+    ):
+        with pytest.raises(UsageError, match=named):
+            remote_files(replace(more, raw=raw | wrong))
 
 
 def test_a_data_set_of_hugging_face(tmp_path, dataset):
@@ -776,6 +804,10 @@ def test_the_table_tells_what_is_odd(tmp_path):
     assert block == {"clean": {"overlap": "drop", "quotes": "strip"}}
     assert ".partial" not in done.stdout
     assert done.stderr.count("warning: ") == 1 and f"{tmp_path / 'c'}" in done.stderr
+    assert "delete data/tiny/bin and prepare again" in done.stderr
+    (tmp_path / "data/tiny/bin").rename(tmp_path / "bin")
+    done = step_here("prepare", "tiny", cwd=tmp_path, WORKERS="1", **given)
+    assert "delete data/tiny/bin and data/tiny/raw and prepare again" in done.stderr
 
 
 def test_what_is_dropped_already_or_leaves_nothing_is_not_advised(tmp_path):
@@ -788,6 +820,7 @@ def test_what_is_dropped_already_or_leaves_nothing_is_not_advised(tmp_path):
     for overlap in ("keep", "drop"):  # where it is dropped, little is left
         clean = {"repeated": "drop", "equal": "keep", "overlap": overlap}
         content = {"subwords": {"vocab-size": 60}, "clean": clean}
+        content |= {"train": {"max-source-positions": None}}
         folder = tmp_path / overlap
         given = write_dataset(folder / "c", "tiny", pairs=["en-fr"], raw={}, **content)
         done = step_here("prepare", "tiny", cwd=folder, RAW=str(raw), WORKERS="1", **given)

@@ -7,7 +7,7 @@ import tarfile
 import zipfile
 
 import pytest
-from commands import refused
+from commands import contents, refused
 from test_recipes_archives import step, tar
 
 from smoe_fairseq.errors import UsageError
@@ -70,6 +70,7 @@ FAULTS = [
     (SOUND[:-6] + bytes([SOUND[-6] ^ 1]) + SOUND[-5:], ["get it again"]),
     (large(), [WANTED]),
     (tar({f"one/{WANTED}": b"a\n", f"two/{WANTED}": b"b\n"}), ["one/", "two/"]),
+    (tar({"other/words": b"a\n"}), ["af-en/opus", "raw.files"]),
     (zipped(flag=1), ["password"]),
     *((zipped(method=method), ["compression"]) for method in (9, 99)),  # deflate64; AES
 ]
@@ -95,6 +96,13 @@ def test_two_archives_with_one_name_are_told(tmp_path):
     with pytest.raises(UsageError, match=f"{tmp_path}/b holds"):
         extract(tmp_path / "b", wanted)
     assert (tmp_path / "out/text").read_bytes() == b"a"
+
+
+def test_members_may_be_compressed(tmp_path):
+    names = {f"a/{WANTED}{ending}" for ending in ("", ".gz", ".xz", ".bz2", ".zst")}
+    (tmp_path / "opus-100-corpus-v1.0.tar.gz").write_bytes(tar(dict.fromkeys(names, b"a")))
+    step(tmp_path, {}, "unpack", "opus100", tmp_path, tmp_path / "out")
+    assert {f"a/{name}" for name in contents(tmp_path / "out")} == names
 
 
 @pytest.mark.parametrize("kind", ["tar", "zip"])

@@ -52,16 +52,31 @@ class Remote:
 
 
 def remote_files(dataset: Dataset) -> list[Remote]:
-    """The files to download for a data set: single files (``raw.url``) or ``raw.archives``."""
+    """The files to download for a data set: single files (``raw.url``) or ``raw.archives``.
+
+    Raises:
+        UsageError: `Remote` refuses an address, a checksum is of no file, or archives have the same name.
+    """
     if url := dataset.raw.get("url"):
-        checksums = dataset.raw.get("sha256", {})
-        names = {url.format(file=names[0]): names[0] for names in all_publisher_names(dataset)}
-        if tells_apart(dataset):
-            names = {address: address.rsplit("/", 1)[-1] for address in names}
+        checksums, names, apart = dataset.raw.get("sha256", {}), {}, tells_apart(dataset)
+        for name, *_ in all_publisher_names(dataset):
+            address = url.format(file=name)
+            # ?download=1 is not of the name; ?name={file} is.
+            behind = "{file}" in url and "{file}" not in Path(urlsplit(url).path).name
+            file = Path(name if behind else urlsplit(address).path).name
+            names[address] = file if apart else str(Path(name).with_name(file))
+        files = {*names.values()}
+        unused, without = checksums.keys() - files, files - checksums.keys()
+        if unused and without:  # and not those of all files and of more pairs
+            expected = f"expected the names of files to download, such as {min(without)}"
+            raise UsageError(f"{dataset.file}: `raw.sha256` has {min(unused)}: {expected}")
         return [Remote(*each, None, checksums.get(each[1])) for each in names.items()]
     remotes = []
     for entry in dataset.raw.get("archives", []):
         name = entry.get("file") or entry["url"].rsplit("/", 1)[-1]
+        if any(name == remote.name for remote in remotes):
+            expected = "expected another for each, such as `file: 2.zip` beside `url`"
+            raise UsageError(f"{dataset.file}: `raw.archives` has {name} twice: {expected}")
         remotes.append(Remote(entry["url"], name, entry.get("size"), entry.get("sha256")))
     return remotes
 
@@ -87,7 +102,8 @@ def fetch(dataset: Dataset, folder: Path) -> None:
 
 def unpack(dataset: Dataset, downloads: Path, target: Path) -> None:
     """Extract the files that ``raw.files`` names from the data set's archives to ``target``."""
-    files = [{*names, *(f"{name}.gz" for name in names)} for names in all_publisher_names(dataset)]
+    named = all_publisher_names(dataset)
+    files = [{f"{name}{ending}" for name in names for ending in COMPRESSED} for names in named]
     if all(any((target / name).exists() for name in names) for names in files):
         print(f"{target} is unpacked already: delete it to unpack it again", flush=True)
         return
@@ -98,6 +114,9 @@ def unpack(dataset: Dataset, downloads: Path, target: Path) -> None:
     with whole_folder(target, replace=True) as partial:
         wanted = {name: partial / name for names in files for name in names}
         counts = {archive: extract(archive, wanted) for archive in archives}
+        if not any(counts.values()):
+            lack = f"{' and '.join(map(str, archives))} has no file {named[0][0]} or the like"
+            raise UsageError(f"{lack}, as `raw.files` says: correct it in {dataset.file}")
     for archive, count in counts.items():
         print(f"{archive}: {count} files unpacked", flush=True)
 
