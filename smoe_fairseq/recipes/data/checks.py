@@ -21,10 +21,10 @@ from smoe_fairseq.recipes.data.normalization import unquoted
 from smoe_fairseq.recipes.data.text_files import parallel_map
 from smoe_fairseq.recipes.datasets import Dataset
 from smoe_fairseq.recipes.evaluation.metrics import tokenizer_of
-from smoe_fairseq.recipes.folders import LEFT_OUT, Folders, shard_folders
+from smoe_fairseq.recipes.folders import GATHERED, LEFT_OUT, Folders, shard_folders
 from smoe_fairseq.recipes.pretrained import source_of
 from smoe_fairseq.recipes.processes import warn
-from smoe_fairseq.recipes.program_flags import FAIRSEQ_POSITIONS
+from smoe_fairseq.recipes.program_flags import FAIRSEQ_POSITIONS, value_of
 from smoe_fairseq.subwords import read_subwords
 
 REACHABLE = 99.9  # chrF++ below which subwords change too much
@@ -57,11 +57,13 @@ def print_checks(dataset: Dataset, binary: Path, workers: int = 1) -> None:
     folders = Folders(dataset)
     files = (file for pair in dataset.pairs for file in folders.texts("train", pair).values())
     size = sum(file.stat().st_size for file in files)
-    with parallel_map(functools.partial(_row, dataset, folders, binary), workers, size) as apply:
+    tests = {pair: _tests(folders, pair) for pair in dataset.pairs}
+    row_of = functools.partial(_row, dataset, folders, binary, tests)
+    with parallel_map(row_of, workers, size) as apply:
         rows = list(apply(dataset.pairs))
     for row in rows:
         seen = set().union(*(other.seen for other in rows if other is not row))
-        row.leaked["other pairs"] = len(seen & _tests(folders, row.pair))
+        row.leaked["other pairs"] = len(seen & tests[row.pair])
     print(_table(rows), flush=True)
     if source_of(dataset):
         print(_by_language(dataset, rows), flush=True)
@@ -77,9 +79,10 @@ def print_checks(dataset: Dataset, binary: Path, workers: int = 1) -> None:
         lines[_SHOWN:] = [f"and {more} more; the table has all pairs"]
     message = "\n    ".join(["the text has faults:", *lines])
     if settings:  # as lines that can be pasted
-        message += (
-            f"\nTo mend them, set in {dataset.file}, delete {folders.binary} and prepare again:\n"
-        )
+        given = dataset.settings.raw or not (folders.raw / GATHERED).exists()
+        text = f" and {folders.raw}" if "clean" in settings and not given else ""
+        advice = f"delete {folders.binary}{text} and prepare again"
+        message += f"\nTo mend them, set in {dataset.file}, {advice}:\n"
         message += yaml.safe_dump(settings, default_flow_style=None, sort_keys=False, width=1000)
     if lines:
         warn(message.rstrip())
@@ -93,7 +96,7 @@ def _tests(folders: Folders, pair: str) -> set[tuple[str, str]]:
     return {(lang, line) for lang in files for line in readers.lines(files[lang]) if line}
 
 
-def _row(dataset: Dataset, folders: Folders, binary: Path, pair: str) -> Row:
+def _row(dataset: Dataset, folders: Folders, binary: Path, tests_of: dict, pair: str) -> Row:
     languages = pair.split("-")
     training, testing = (folders.texts(split, pair) for split in ("train", "test"))
     tested = all(file.exists() for file in testing.values())
@@ -101,7 +104,7 @@ def _row(dataset: Dataset, folders: Folders, binary: Path, pair: str) -> Row:
     faults, row = Faults(tests), Row(pair, _left_out(folders.raw.with_name(LEFT_OUT), pair))
     counts = row.counts
     counts["kept"] = 0  # counted below, since the text may have been edited
-    others = set().union(*(_tests(folders, other) for other in dataset.pairs if other != pair))
+    others = set().union(*(tests_of[other] for other in dataset.pairs if other != pair))
     for source, target in readers.pairs(training):
         counts["kept"] += 1
         bare = {side: unquoted(side) for side in (source, target)}
@@ -134,7 +137,7 @@ def _left_out(file: Path, pair: str) -> Counter:
 
 def _binarised(dataset: Dataset, binary: Path, pair: str) -> Counter:
     """Counts of training pairs longer than the model's positions, and of (unknown) subwords by language."""
-    limit = min(int(dataset.train.get(name, FAIRSEQ_POSITIONS)) for name in _POSITIONS)
+    limit = min(int(value_of(dataset.train, x, FAIRSEQ_POSITIONS)) for x in _POSITIONS)
     counts = Counter()
     for folder in shard_folders(binary):
         lengths = []
