@@ -4,7 +4,6 @@ import hashlib
 import io
 import json
 import shutil
-import stat
 import zipfile
 from pathlib import Path
 
@@ -202,15 +201,3 @@ def test_a_part_that_is_wrong_is_named(tmp_path, given, published, case):
     file = tmp_path / "m15" / name
     file.write_bytes(change(file.read_bytes()))
     assert told in refused(tmp_path, given, tmp_path / "m15")
-
-
-def test_links_and_pages_are_refused(tmp_path, given, published):
-    content = io.BytesIO(zipped(published))
-    with zipfile.ZipFile(content, "a") as archive:
-        info = zipfile.ZipInfo(f"again/{TEXT}/train.eng-nso.nso.bin")
-        info.external_attr = (stat.S_IFLNK | 0o777) << 16
-        archive.writestr(info, "/etc/passwd")
-    (tmp_path / "link.zip").write_bytes(content.getvalue())
-    assert "not a plain file" in refused(tmp_path, given, tmp_path / "link.zip")
-    (tmp_path / "page.zip").write_bytes(b"<html>quota exceeded</html>")
-    assert "get it again" in refused(tmp_path, given, tmp_path / "page.zip")
