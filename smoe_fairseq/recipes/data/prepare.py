@@ -244,7 +244,7 @@ def _prepare(dataset: Dataset, folders: Folders, flags: Sequence[str]) -> None:
     except SystemExit as ended:
         if ended.code >= 128:
             kept = record.exists()
-            does = "continues" if kept else "begins again"
+            does = "continues" if kept else "gathers the text again"
             print(f"# ended by a signal; the same command {does}", flush=True)
         raise
     finally:  # what is complete is kept for the next attempt
