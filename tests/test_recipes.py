@@ -201,6 +201,8 @@ def test_without_its_last_checkpoint_a_run_goes_on_from_the_newest(tmp_path, suf
     given = {"DRY_RUN": "1", "GPUS": "0", "FORECAST": "0"}
     printed = recipe(tmp_path, "train", "multi30k", "moe", **given).stdout
     assert "--restore-file runs/multi30k/moe/checkpoint_2_20.pt" in printed
+    start = ("--finetune-from-model", str(tmp_path / "upcycled.pt"))  # which both cannot be given
+    assert recipe(tmp_path, "train", "multi30k", "moe", *start, **given).stdout == printed
     (folder / f"checkpoint_last{suffix}.pt").touch()
     assert "--restore-file" not in recipe(tmp_path, "train", "multi30k", "moe", **given).stdout
     # With a file, the same command goes on with what was saved since; crash.pt is newer.
@@ -217,7 +219,7 @@ def test_without_its_last_checkpoint_a_run_goes_on_from_the_newest(tmp_path, suf
     last = folder / f"checkpoint_last{suffix}.pt"
     last.write_bytes(b"PK, and the rest is lost")
     os.utime(file, (1, 1))
-    for given_words in (words[:3], words):
+    for given_words in (words[:3], words, (*words[:3], *start)):
         sentence = refusal(recipe(tmp_path, *given_words, **given))
         assert f"{last.relative_to(tmp_path)} is cut off" in sentence
 

@@ -1,6 +1,6 @@
 """The batch of a run: tokens (or sentences) per update, the same on any number of ranks."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -152,8 +152,8 @@ def _number(words: Sequence[str], flag: str) -> int | None:
     return int(value)
 
 
-def without_sizes(words: Sequence[str], flags: Flags) -> list[str]:
-    """The user's words without the flags that ``flags`` replaces, and their values."""
+def without_flags(words: Sequence[str], flags: Collection[str]) -> list[str]:
+    """The words without ``flags``, which are named as settings, and their values."""
     kept, dropping = [], False
     for word in words:
         if word.startswith("-") and not is_number(word):

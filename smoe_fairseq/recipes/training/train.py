@@ -22,7 +22,7 @@ from smoe_fairseq.recipes.training.batch import (
     longest_sentence,
     most_positions,
     plan_batch,
-    without_sizes,
+    without_flags,
 )
 from smoe_fairseq.recipes.training.forecast import forecast
 from smoe_fairseq.recipes.training.launcher import Launch, check_port, plan_launch
@@ -65,8 +65,8 @@ def train(dataset: Dataset, method: str, flags: Sequence[str], force_resume: boo
     if method.startswith("smoe-") and sizes.isdecimal():
         warn(f"{method} has one stratum of {sizes} experts; smoe-4-4 has two of 4")
     folder = Path(given["--save-dir"])
-    restored = given.keys() & {"--restore-file", "--finetune-from-model"}
-    if newer := _newer_than_restored(folder, given.get("--restore-file")):
+    restored = given.get("--restore-file")
+    if newer := _newer_than_restored(folder, restored):
         words = [*words, "--restore-file", "checkpoint_last.pt"]
         warn(
             f"training resumes from {newer}, which is newer than --restore-file: delete it otherwise"
@@ -75,12 +75,14 @@ def train(dataset: Dataset, method: str, flags: Sequence[str], force_resume: boo
     if started := pretrained.started(dataset, words):
         start, upcycle = _start(dataset, words, folder)
         started += start
+    claimed = [*words, *started]
     lasts = () if restored and not newer else folder.glob("checkpoint_last*.pt")
     for last in filter(is_cut_off, lasts):
         advice = "delete it, and the same command resumes from the newest other checkpoint, if any"
         raise UsageError(f"{last} is cut off: {advice}")
     if not restored and (newest := newest_checkpoint(folder)):
-        words, start = [*words, "--restore-file", str(newest)], []
+        words, start = without_flags(words, {"finetune-from-model"}), []  # fairseq refuses both
+        words += ["--restore-file", str(newest)]
         warn(f"{folder} has no checkpoint_last.pt: training resumes from {newest.name}")
     sections = (f"methods.{method}", "train", "task")
     if not any(folder.glob("checkpoint_last*.pt")):  # a resumed run had its forecast earlier
@@ -96,7 +98,7 @@ def train(dataset: Dataset, method: str, flags: Sequence[str], force_resume: boo
         wait = f"# the {machines} machines wait for one another at {met} for up to ten minutes"
         notes += [f"{wait}; MASTER_ADDR is the first one's address, on all of them"]
     if not dataset.settings.dry_run:
-        run_identity = (method, folders.binary, [*words, *started], launch.processes)
+        run_identity = (method, folders.binary, claimed, launch.processes)
         try:
             unfinished = identity.claim(*run_identity, force_resume, machines)
         except UsageError:  # of other flags: perhaps one is mistyped
@@ -259,7 +261,7 @@ def _adapt_flags(
     batch = plan_batch(dataset, flags, launch.processes, extra, least)
     if batch and (batch.name or batch.ranks > 1):
         sizes = batch.flags()
-        flags, extra = flags | sizes, extra if batch.name else without_sizes(extra, sizes)
+        flags, extra = flags | sizes, extra if batch.name else without_flags(extra, sizes)
         notes.append(f"# {batch}")
         if batch.name and dataset.batch:
             notes.append(f"# --batch: {batch_choices(dataset)}")
