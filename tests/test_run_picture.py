@@ -41,6 +41,18 @@ def test_curves_are_those_of_the_log(log):
     assert found[SCORES]["BLEU"] == {4: 1.5} and found[RATE]["learning rate"][6] == 0.006
 
 
+@pytest.mark.parametrize("names", [("valid", "test"), ("test", "valid"), ("test",)])
+@pytest.mark.parametrize("form", [SIMPLE, JSON], ids=["simple", "json"])
+def test_of_several_validation_sets_it_shows_the_first(tmp_path, names, form):
+    """By which fairseq chooses the best checkpoint."""
+    lines = [f"$ fairseq-train data --valid-subset {','.join(names)} --seed 1\n"]
+    for number, name in enumerate(names):
+        line = form[1].format(4, 5.5 + number, 20.25)
+        lines.append(line.replace("'valid'", f"'{name}'").replace('"valid_', f'"{name}_'))
+    (tmp_path / "train.log").write_text("".join(lines))
+    assert read_curves(tmp_path / "train.log")[LOSS]["validation"] == {4: 5.5}
+
+
 def test_it_appears_beside_the_checkpoints(log, tmp_path):
     assert draw(tmp_path, log) == tmp_path / "training.png"
     assert (tmp_path / "training.png").stat().st_size > 10_000

@@ -15,7 +15,8 @@ NUMBER = re.compile(r"([\w./]+)[ =]([-+]?\d+(?:\.\d*)?(?:e[-+]?\d+)?)(?=,| \||$)
 VALID_NUMBER = re.compile(
     r" \| (\w+) ([-+]?\d+(?:\.\d*)?(?:e[-+]?\d+)?|nan|inf)(?= \||$)", re.ASCII
 )
-JSON_NUMBER = re.compile(r'"valid_(\w+)": "?([-+.\w]+)"?[,}]', re.ASCII)
+JSON_NUMBER = r'"{}_(\w+)": "?([-+.\w]+)"?[,}}]'
+VALID_SUBSETS = re.compile(r" --valid-subset[ =]([^\s,]+)")
 LAYER = re.compile(r"(?:encoder|decoder)\.layer\.\d+/", re.ASCII)
 TRAINING = re.compile(r"^(?:.*\| train_inner \| |.*INFO \| \S+ \| )?(epoch \d+:.*|\{.*\})$")
 
@@ -41,11 +42,18 @@ def read_lines(path: Path) -> Iterator[dict[str, float]]:
 
 
 def read_validations(path: Path) -> Iterator[dict[str, float]]:
-    """The values of each validation, in the formats of `read_lines`; a loss may be NaN or infinite."""
+    """The values of each validation, in the formats of `read_lines`; a loss may be NaN or infinite.
+
+    Of several validation sets the first counts, by which fairseq chooses the best checkpoint.
+    """
+    subset = "valid"
     for line in _lines(path):
-        found = VALID_NUMBER.findall(line.partition(" | valid on '")[2])
+        if line.startswith("$ "):  # the command of a recipe
+            *_, subset = ["valid", *VALID_SUBSETS.findall(line)]
+        found = VALID_NUMBER.findall(line.partition(f" | valid on '{subset}' subset")[2])
+        found = found or re.findall(JSON_NUMBER.format(re.escape(subset)), line, re.ASCII)
         with suppress(ValueError):  # a line that is cut off
-            values = {name: float(value) for name, value in found or JSON_NUMBER.findall(line)}
+            values = {name: float(value) for name, value in found}
             if UPDATES in values:
                 yield values
 
