@@ -64,8 +64,12 @@ def outdated_notes(dataset: Dataset, run: str) -> list[str]:
         notes.append(f"{run}: it began from another model than {model} is now")
     with suppress(UsageError, OSError):  # not scored, or its checkpoints are gone
         which, contents = scores.checkpoint_of(folder)
-        if contents and contents != fingerprints(folder, which):
-            other = f"{checkpoint_file(folder, which).name} is another one than was scored"
+        before = run == PRETRAINED
+        if contents and contents != (
+            _pretrained(dataset) if before else fingerprints(folder, which)
+        ):
+            file = pretrained.MODEL if before else checkpoint_file(folder, which).name
+            other = f"{file} is another one than was scored"
             notes.append(f"{run}: {other}: {again(dataset, run)}")
     return notes
 
@@ -114,11 +118,17 @@ def evaluate(dataset: Dataset, method: str, flags: Sequence[str], checkpoint: st
 
 
 def _evaluate_pretrained(dataset: Dataset, flags: Sequence[str]) -> None:
-    """Score the model before any update, once."""
+    """Score the model before any update, unless that is done."""
     folder = Folders(dataset).runs / PRETRAINED
-    if not (folder / scores.FILE).exists():
+    is_scored = (folder / scores.FILE).exists()
+    if not is_scored or scores.checkpoint_of(folder)[1] not in ({}, _pretrained(dataset)):
         with suppress(locks.InUse):  # another run's evaluation does it
             evaluate(dataset, PRETRAINED, flags)
+
+
+def _pretrained(dataset: Dataset) -> dict[str, str]:
+    """The fingerprint of the model that the data set fine-tunes, by its name."""
+    return {pretrained.MODEL: fingerprint(Folders(dataset).binary / pretrained.MODEL)}
 
 
 def plan(dataset: Dataset, method: str, flags: Sequence[str], which: str) -> Evaluation:
@@ -156,8 +166,7 @@ def plan(dataset: Dataset, method: str, flags: Sequence[str], which: str) -> Eva
     directions = _directions(dataset, folders.raw)
     contents = {}
     if not dataset.settings.dry_run:
-        own = before and {checkpoint.name: fingerprint(checkpoint)}
-        contents = own or fingerprints(folder, which)
+        contents = _pretrained(dataset) if before else fingerprints(folder, which)
     return Evaluation(dataset, folder, checkpoint, directions, tuple(flags), preparation, contents)
 
 
