@@ -386,6 +386,16 @@ def test_flags_of_the_metric_are_those_of_the_test(two_systems, tmp_path):
     assert compared(folder, "dense", "moe", configs=str(tmp_path / "c"))["en-de"][3] == "1.0000"
 
 
+def test_scores_by_other_settings_than_those_of_the_test_are_not_compared(two_systems):
+    folder = two_systems[0]
+    for method in ("dense", "moe"):
+        signature = "nrefs:1|case:lc|tok:13a|version:2.0.0"
+        change_scores(folder / "runs/multi30k" / method, "en-de", signature=signature)
+    sentence = refusal(folder, "multi30k", "--compare", "dense", "moe")
+    assert "case:lc" in sentence and "case:mixed" in sentence and "evaluate" in sentence
+    assert "version" not in sentence
+
+
 def test_spbleu_is_compared_with_the_tokenizer_of_its_scores(two_systems, prepared):
     """The data set's, if that splits into pieces; the model of the other one is not there."""
     folder, *_ = two_systems
@@ -605,6 +615,26 @@ def test_seeds_of_different_signatures_are_not_averaged(tmp_path):
         values = found[f"moe, {row}", ""]
         assert values["en-cs"] == values["average"] == "-" and values["en-fr"] != "-"
     assert "moe: seeds with different sacreBLEU sign" in table(tmp_path, "multi30k").stdout
+
+
+def test_seeds_of_different_searches_or_starts_are_averaged_nowhere(tmp_path):
+    """Nor over directions that are not trained; their signatures are equal, and said to be nothing else."""
+    recipe = {"pairs": ["en-de"], "keep": ["en-fr"], "raw": {}, "train": {"arch": "transformer"}}
+    configs = write_dataset(tmp_path / "c", "multi30k", **recipe)["CONFIG_DIR"]
+    runs = [tmp_path / "runs/multi30k" / name for name in ("moe", "moe.seed-2")]
+    for number, run_folder in enumerate(runs):
+        write_scores(run_folder, dict.fromkeys(("en-de", "de-en", "en-fr", "fr-en"), 30 + number))
+        change_scores(run_folder, checkpoint=("checkpoint_best.pt", "checkpoint_last.pt")[number])
+    for kind in ("checkpoints or searches", "pretrained models"):
+        printed = table(tmp_path, "multi30k", configs=configs).stdout
+        assert f"moe: seeds with different {kind} are not averaged" in printed
+        assert "signatures are not" not in printed
+        (row,) = (line for line in printed.splitlines() if line.startswith("| moe, mean of 2"))
+        assert "en-fr (not trained)" in printed and not re.search(r"3\d\.\d\d", row)
+        for start, run_folder in zip("ab", runs):
+            change_scores(run_folder, checkpoint="checkpoint_best.pt")
+            own = {"method": "moe", "dictionary": "", "flags": {"--pretrained": start}}
+            (run_folder / "identity.json").write_text(json.dumps(own))
 
 
 @pytest.mark.parametrize("kind", ["", "consolidated", "averaged"])

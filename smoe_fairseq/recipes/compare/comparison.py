@@ -172,6 +172,12 @@ class _System:
         return [*files.values()]
 
 
+def _settings_of(signature: str) -> dict[str, str]:
+    """The settings in a signature of sacreBLEU, without its version."""
+    settings = dict(each.split(":", 1) for each in signature.split("|") if ":" in each)
+    return {name: value for name, value in settings.items() if name != "version"}
+
+
 def _smallest_p_note(first: Sequence[float], second: Sequence[float]) -> str:
     """A note on the smallest possible p-value of the permutation test for this number of runs."""
     if min(len(first), len(second)) < 2:
@@ -217,6 +223,12 @@ def _bootstrap(
     references = scores.lines_of(reference)
     flags = flags_for(dataset.sacrebleu, language, metric)
     (counter,) = metrics_of(parsed(flags), references)
+    _, saved = next(iter(first.runs.values()))[direction].of(metric)
+    was, now = map(_settings_of, (saved, counter.get_signature().format(False)))
+    if other := [name for name in now if was.get(name, now[name]) != now[name]]:
+        differ = " and ".join(f"{name}:{was[name]}, not {name}:{now[name]}" for name in other)
+        advice = "evaluate both again, or restore `sacrebleu` of the data set"
+        raise UsageError(f"{direction} was scored with {differ}: {advice}")
 
     def count(translations: Path) -> np.ndarray:
         lines = scores.lines_of(translations)

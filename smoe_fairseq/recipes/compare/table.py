@@ -144,13 +144,14 @@ def side_by_side(dataset: Dataset, metric: str = scores.BLEU) -> Grid:
     for name in methods:
         results = {run: scores.read(folder / run) for run in runs[name]}
         scored = {run: result for run, result in results.items() if result} or results
-        mixed = {*scores.different_signatures(*scored.values(), metric=metric)}
+        if mixed := {*scores.different_signatures(*scored.values(), metric=metric)}:
+            notes.append(f"{name}: seeds with different sacreBLEU signatures are not averaged")
         searches = {scores.other_search(dataset, folder / run) for run in scored}
         starts = {identity.start_of(folder / run) for run in scored}
         for kind, found in (("checkpoints or searches", searches), ("pretrained models", starts)):
             if len(found) > 1:
                 notes.append(f"{name}: seeds with different {kind} are not averaged")
-                mixed = {*dataset.directions}
+                mixed = {*dataset.directions, *dataset.kept_directions}
         usable = [Column(c.name, None) if mixed & {*(c.directions or ())} else c for c in parts]
         each = [[average(result, c, metric) for c in usable] for result in scored.values()]
         bleu = [_over_seeds(statistics.fmean, values) for values in zip(*each, strict=True)]
@@ -171,8 +172,6 @@ def side_by_side(dataset: Dataset, metric: str = scores.BLEU) -> Grid:
             rows.append([name, "paper", *_cells(paper_cost, paper_bleu, digits=0)])
             less = _cells(_differences(cost, paper_cost), _differences(bleu, paper_bleu), sign=True)
             rows.append([name, "difference", *less])
-        if mixed and len(searches) == 1:
-            notes.append(f"{name}: seeds with different sacreBLEU signatures are not averaged")
         for run, result in results.items():
             notes += _notes(dataset, run, result, metric, tests)
             notes += scores.search_notes(dataset, run)
