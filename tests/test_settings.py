@@ -88,7 +88,7 @@ PROGRAMS = ("task", "generate", "sacrebleu")
         ("pairs: [en-no]\nraw: {codes: {no: nob}}\n", "raw.codes"),
         ("pairs: [en-no]\nraw: {codes: {'no': 5}}\n", "raw.codes.no"),
         ({"pairs": ["a-b"], "shards": "2"}, "shards"),
-        *(({"pairs": ["a-b"], "metrics": {x: "wc"}}, x) for x in ("bleu", "chrF++", "COMET")),
+        *(({"pairs": ["a-b"], "metrics": {x: "wc"}}, x) for x in ("bleu", "chrF2++", "COMET")),
         ({"pairs": ["a-b"], "classes": {"all": ["a"]}}, "classes.all"),
         ({"pairs": ["a-b"], "metrics": {"Len": "wc", "len": "wc"}}, "metrics.len"),
         ({"pairs": ["a-b"], "study": "moe"}, "study"),

@@ -116,7 +116,7 @@ SCHEMA: dict[str, Any] = {
     "metrics": {
         re.compile(
             r"(?#a name of letters, digits, + and - that sacreBLEU and COMET have not)"
-            r"(?i:(?!(?:(?:sp)?bleu|chrf(?:\+\+)?|ter|comet)$))[\w+-]+"
+            r"(?i:(?!(?:(?:sp)?bleu|chrf2?(?:\+\+)?|ter|comet)$))[\w+-]+"
         ): str
     },
     "study": [str],
