@@ -123,6 +123,21 @@ def test_what_is_trained_is_trained_again_only_to_go_further(run, started):
     assert "--seed 1, not with --seed 2" in run("--seed", "2")
 
 
+def test_a_run_that_is_trained_further_has_not_ended(run, started):
+    """But for one that has saved nothing of it, of which nothing is left to do."""
+    identity.finish([*WORDS, "--save-dir", str(started)])
+    assert not identity.differing([started])
+    assert run("--max-update", "20") is None
+    assert not identity.differing([started]) and run(left=False) is None
+    assert run("--max-update", "20") is None
+    save(started)
+    (note,) = identity.differing([started])
+    assert note == "the training of moe has not ended"
+    assert run("--max-update", "20") is None
+    identity.finish([*WORDS, "--save-dir", str(started), "--max-update", "20"])
+    assert not identity.differing([started]) and run("--max-update", "20", left=False) is None
+
+
 def test_flag_that_is_missing_is_refused(run, started):
     words = [word for word in WORDS if word != "--fp16"]
     assert "was started with --fp16, which is not given now" in run(words=words)

@@ -61,7 +61,10 @@ def test_threads_are_part_of_the_machine(tmp_path):
 
 
 def test_all_starts_of_a_run_are_told(tmp_path, monkeypatch):
-    """Begun by one commit and one machine, and finished by others."""
+    """Begun by one commit and one machine, and finished by others; not those of an older run."""
+    study_results.record_start(tmp_path, TWO | {"OMP_NUM_THREADS": "3"})
+    study_results.record_start(tmp_path, TWO)
+    (tmp_path / "checkpoint_last.pt").touch()
     study_results.record_start(tmp_path, TWO)
     study_results.record_start(tmp_path, TWO)
     (first,) = json.loads((tmp_path / study_results.STARTS_FILE).read_text())
@@ -123,6 +126,13 @@ def test_a_run_without_a_validation_is_not_saved(tmp_path, monkeypatch):
     run.mkdir(parents=True)
     (run / "train.log").write_text("$ fairseq-train --disable-validation\n")
     with pytest.raises(UsageError, match="runs/multi30k/moe/train.log"):
+        study_results.save(load_dataset("multi30k", Settings()), "moe", "SEED=1 true")
+    assert not (tmp_path / "results").exists()
+    line = {"valid_nll_loss": 7.5, "valid_num_updates": 15}  # of a training that was extended
+    (run / "train.log").write_text(json.dumps(line))
+    own = {"method": "moe", "dictionary": "", "flags": {}, "trained": {"--max-update": "10"}}
+    (run / identity.FILE).write_text(json.dumps(own))
+    with pytest.raises(UsageError, match="runs/multi30k/moe was trained for 15 updates"):
         study_results.save(load_dataset("multi30k", Settings()), "moe", "SEED=1 true")
     assert not (tmp_path / "results").exists()
 

@@ -59,7 +59,8 @@ def folder_of(dataset: Dataset) -> Path:
 
 def record_start(run: Path, variables: Mapping[str, str]) -> None:
     """Add this commit and machine to the run's starts; ``variables`` are the run's environment variables."""
-    start, starts = {"commit": _commit(), "machine": _machine(variables)}, _starts(run)
+    start = {"commit": _commit(), "machine": _machine(variables)}
+    starts = _starts(run) if identity.is_saved(run) else []  # else it begins anew
     if start not in starts:
         write_whole(run / STARTS_FILE, json.dumps([*starts, start], indent=1) + "\n")
 
@@ -145,6 +146,10 @@ def save(dataset: Dataset, name: str, line: str) -> None:
     curve = _curve(logged, training_log.read_validations(log))
     if all(row["validation_nll"] is None for row in curve):
         raise UsageError(f"{log} has no validation loss, which the report of a study compares")
+    limits, updates = own.get("trained"), curve[-1]["update"]
+    if 0 < (most := float((limits or {}).get("--max-update", 0))) < updates:
+        advice = f"give --max-update {updates}, or set --run-dir to another folder for the study"
+        raise UsageError(f"{run} was trained for {updates} updates, not {most:g}: {advice}")
     validated = run / KEPT
     kept = re.findall(r"\| nll_loss (\S+)", read_text(validated)) if validated.exists() else []
     content = {
@@ -152,11 +157,11 @@ def save(dataset: Dataset, name: str, line: str) -> None:
         "flags": flags,
         "dictionary": own.get("dictionary"),
         "vocabulary": vocab_size(dataset),
-        "limits": own.get("trained"),
+        "limits": limits,
         **summarize_starts(run),
         "versions": {p: version(p) for p in ("torch", "fairseq", "sacrebleu")},
         "python": platform.python_version(),
-        "updates": curve[-1]["update"] if curve else None,
+        "updates": updates,
         EXPERTS: _experts_per_token(logged),
         "kept_loss": float(kept[-1]) if kept else None,  # bits per target token, on the test set
     }

@@ -25,8 +25,8 @@ _joined: set[Path] = set()  # folders of runs that another machine started
 # Keys in the file.
 _RANKS = "ranks"  # for information
 _TRAINED = "trained"  # the values of `_LIMITS` when training has ended
-_BEFORE = "before"  # the identity before --force-resume changed it
-_SAVED = "saved"  # in `_BEFORE`: the time of the last checkpoint
+_BEFORE = "before"  # the identity before --force-resume or a longer training changed it
+_SAVED = "saved"  # in `_BEFORE`: what the last checkpoint was
 _SIZES = tuple(f"--{name}" for name in SIZES)
 _PRECISION = {f"--{name}" for name in ("fp16", "bf16", "fp16-no-flatten-grads", *OTHERS)}
 _LIMITS = ("--max-update", "--max-epoch", "--patience")
@@ -102,9 +102,13 @@ def claim(
     if is_saved(folder) and file.exists():
         saved = _read(file)
         if not (difference := _difference(saved, own, data)):
-            if saved != _read(file, begun=True):  # --force-resume ended before it saved
-                _write(file, saved)
-            return _is_unfinished(saved, flags)
+            unfinished, now = _is_unfinished(saved, flags), saved
+            if unfinished and _TRAINED in saved:  # until the longer training saves
+                now = {name: value for name, value in saved.items() if name != _TRAINED}
+                now[_BEFORE] = {**saved, _SAVED: _last_save(folder)}
+            if now != _read(file, begun=True):  # --force-resume ended before it saved
+                _write(file, now)
+            return unfinished
         otherwise = "choose another --run-dir for a new run"
         if _difference(saved, own | {"flags": saved["flags"]}, data):  # in method or dictionaries
             end = ", which --force-resume is not for" * force
