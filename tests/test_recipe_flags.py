@@ -69,7 +69,7 @@ def test_a_folder_that_is_a_file_is_named(tmp_path, flag):
     [
         *(("--gpus", "-1"), ("--nodes", "0"), ("--jobs", "0"), ("--batch", "0")),
         *(("--precision", "fp9"), ("--launcher", "x"), ("--max-tokens", "0")),
-        ("--save-dir", "in a study"),  # whose runs have folders of their own
+        *(("--save-dir", "in a study"), ("--log-file", "in a study")),  # each run has its folder
     ],
 )
 def test_a_study_refuses_at_once_what_its_runs_would(tmp_path, flag, value):

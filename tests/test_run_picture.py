@@ -4,6 +4,7 @@ import pytest
 
 from smoe_fairseq.errors import UsageError
 from smoe_fairseq.recipes.training.picture import LOSS, RATE, SCORES, draw, read_curves
+from smoe_fairseq.recipes.training.train import begin_log
 
 LOGGED = (
     "2026-01-01 00:00:00 | INFO | train_inner | "
@@ -39,6 +40,18 @@ def test_curves_are_those_of_the_log(log):
     assert found[LOSS]["training"] == {1: 7.0, 2: 6.0, 3: 5.0, 4: 4.0, 5: 3.0, 6: 1.5}
     assert found[LOSS]["validation"] == {4: 5.5} and found[SCORES]["chrF++"] == {4: 20.25}
     assert found[SCORES]["BLEU"] == {4: 1.5} and found[RATE]["learning rate"][6] == 0.006
+
+
+def test_a_run_that_begins_anew_has_a_log_of_its_own(tmp_path):
+    """What an older one logged, whose checkpoints are gone, is no part of it."""
+    log, old = tmp_path / "train.log", tmp_path / "train.log.old"
+    for line in ("one", "two", "three"):
+        begin_log(log, line)
+        assert log.read_text() == f"$ {line}\n"
+    assert old.read_text() == "$ one\n$ two\n"
+    (tmp_path / "checkpoint_last.pt").touch()
+    begin_log(log, "four")
+    assert log.read_text() == "$ three\n$ four\n" and old.read_text() == "$ one\n$ two\n"
 
 
 @pytest.mark.parametrize("names", [("valid", "test"), ("test", "valid"), ("test",)])

@@ -122,8 +122,8 @@ def study(dataset: Dataset, flags: Sequence[str]) -> None:
 def _runs(dataset: Dataset, words: Sequence[str]) -> list[Run]:
     first_flag = next((i for i, word in enumerate(words) if word.startswith("-")), len(words))
     methods, flags = words[:first_flag] or dataset.study, tuple(words[first_flag:])
-    if "--save-dir" in flag_values(flags):
-        raise UsageError("--save-dir in a study, whose runs have folders: expected --run-dir")
+    for flag in {"--save-dir", "--log-file"} & flag_values(flags).keys():
+        raise UsageError(f"{flag} in a study, whose runs have folders: expected --run-dir")
     methods = methods or list(tables().get(dataset.name, {}).get("rows", {}))
     methods = dict.fromkeys(methods)  # without duplicates
     if not methods:

@@ -155,7 +155,7 @@ def _run_lines(
     if identity.is_joined(folder):
         lines = lines[-1:]  # the first machine prepares the folder
     if not dataset.settings.dry_run:
-        lines.insert(-1, f"# the log is {folder / LOG}")
+        lines.insert(-1, f"# the log is {values['--log-file']}")
         folder.mkdir(parents=True, exist_ok=True)
         begin_log(folder / LOG, line)
     _run(lines, folder, launch, Path(values["--log-file"]))
@@ -164,7 +164,8 @@ def _run_lines(
         (folder / pretrained.UPCYCLED).unlink(missing_ok=True)
         if not identity.is_joined(folder):
             try:
-                result = f"{picture.draw(folder, folder / LOG)} shows losses and learning rate"
+                picture_file = picture.draw(folder, Path(values["--log-file"]))
+                result = f"{picture_file} shows losses and learning rate"
             except UsageError as error:
                 result = f"no picture of the training: {error}"
             print(f"# {result}", flush=True)
@@ -214,8 +215,16 @@ def plan(
 
 
 def begin_log(file: Path, line: str) -> None:
-    """Append the command to a run's log; raises UsageError if it cannot be written."""
+    """Append the command to a run's log; raises UsageError if it cannot be written.
+
+    The log of a run whose checkpoints are gone is moved to the end of ``train.log.old``.
+    """
+    anew = not identity.is_saved(file.parent) and not identity.is_joined(file.parent)
     try:
+        if anew and file.is_file() and not file.is_symlink():
+            with open_plain(file.with_name(f"{file.name}.old"), append=True) as old:
+                old.write(file.read_bytes())
+            file.unlink()
         with open_plain(file, append=True) as log:
             log.write(f"$ {line}\n".encode())
     except OSError as error:
