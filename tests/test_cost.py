@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from commands import refused, run, smoe, train
+from commands import refused, run, smoe
 from family import FAMILY
 from test_model import make_batch, make_model
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -162,26 +162,14 @@ def test_another_architectures_checkpoint_is_named(pre_norm):
     refused(smoe("cost", "--path", pre_norm, check=False), pre_norm, "transformer")
 
 
-@pytest.fixture(scope="module")
-def checkpoint(corpus, tmp_path_factory):
-    """A shortly trained model of two strata."""
-    import smoe_fairseq
-
-    folder = tmp_path_factory.mktemp("smoe")
-    flags = ["--user-dir", smoe_fairseq.__path__[0], "--max-epoch", "1"]
-    flags += "--arch smoe_transformer --smoe-strata 2-2 --moe-freq 1".split()
-    flags += "--no-share-all-embeddings --criterion smoe_label_smoothed_cross_entropy".split()
-    train(corpus, folder, *flags)
-    return folder / "checkpoint_last.pt"
-
-
-def test_measured_requested_capacity_changes_the_experts_alone(corpus, checkpoint):
-    found = cost("--path", checkpoint.parent, corpus)
+def test_measured_requested_capacity_changes_the_experts_alone(small_corpus, two_updates):
+    found = cost("--path", two_updates, small_corpus)
     measured = found["measured"]
-    assert found["requested_capacity"] == 1.5
-    assert 1 <= measured["requested_capacity"] <= 2
+    assert found["requested_capacity"] == pytest.approx(1 + 1 / 2 + 1 / 3 + 1 / 4)
+    assert 1 <= measured["requested_capacity"] <= 4
     for part, flops in found["flops"].items():
-        factor = measured["requested_capacity"] / 1.5 if part == "experts" else 1
+        factor = measured["requested_capacity"] / found["requested_capacity"]
+        factor = factor if part == "experts" else 1
         assert measured["flops"][part] == pytest.approx(flops * factor, rel=1e-5), part
 
 

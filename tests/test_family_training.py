@@ -45,21 +45,13 @@ def test_sharded_experts_train_as_replicated_ones(ranks, small_corpus, tmp_path,
         furthest(whole(folders["sharded"]), {n: replicated[n] for n in sharded.record.parameters})
         < 2e-5
     )
-    one, other = (averages_of(folder) for folder in folders.values())
+    one, other = (averages(folder) for folder in folders.values())
     for name in ("loss", "moe_gate_loss", "experts_per_token"):
         assert one[name] == pytest.approx(other[name], rel=1e-5), name
     held = [state["model"]["encoder.layers.1.moe.experts.w1"].shape[0] for state in sharded.states]
     assert held == [4, 4]
     steps = [steps_of(state["model"]) for state in sharded.states]
     assert steps[0] == steps[1] == steps_of(replicated)
-
-
-def averages_of(folder) -> dict[str, float]:
-    if (folder / "checkpoint_last.pt").exists():
-        metrics = content(folder)["extra_state"]["metrics"]["train"]
-        meters = {key: meter for _, key, kind, meter in metrics if kind == "AverageMeter"}
-        return {key: float(m["sum"] / m["count"]) for key, m in meters.items() if m["count"]}
-    return averages(folder)
 
 
 ALONE = (
