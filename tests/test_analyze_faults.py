@@ -1,11 +1,10 @@
 """``smoe analyze`` of what it cannot take, and without room for what it draws."""
 
-import errno
 import json
-import os
 import shutil
 
 import pytest
+from commands import no_room
 from handmade import MULTILINGUAL, one_direction, read, train
 from test_expert_parallel_checkpoints import refusal
 
@@ -26,10 +25,6 @@ def test_numbers_stay_where_a_picture_fails(three_languages, gates_by_hand, tmp_
     assert read(folder / "blocks.csv") and read(folder / "tokens.csv")
     assert json.loads((folder / "run.json").read_text())["subset"] == "valid"
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
-
-
-def no_room(*_, **__):
-    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def test_without_room_for_the_numbers_there_is_no_folder(

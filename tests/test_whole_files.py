@@ -1,47 +1,35 @@
 """Files and folders of `smoe_fairseq.files`: whole or not there, whatever goes wrong."""
 
-import errno
 import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from commands import contents, no_room
 
 from smoe_fairseq import files
 from smoe_fairseq.errors import UsageError
 from smoe_fairseq.files import whole_file, whole_files, whole_folder, write_whole
 
 
-def full(*_):
-    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-
-def contents(folder: Path) -> dict[str, str]:
-    return {
-        str(path.relative_to(folder)): path.read_text()
-        for path in folder.rglob("*")
-        if path.is_file()
-    }
-
-
 def test_text_and_bytes_take_the_place_of_what_was_there(tmp_path):
     write_whole(tmp_path / "a", "old")
     write_whole(tmp_path / "a", "neü\n")
     write_whole(str(tmp_path / "b"), b"bytes")
-    assert contents(tmp_path) == {"a": "neü\n", "b": "bytes"}
+    assert contents(tmp_path) == {"a": "neü\n".encode(), "b": b"bytes"}
 
 
 @pytest.mark.parametrize("fails", ["fsync", "replace"])
 def test_what_was_there_stays_where_the_system_refuses(tmp_path, monkeypatch, fails):
     write_whole(tmp_path / "a", "old")
-    monkeypatch.setattr(os, fails, full)
+    monkeypatch.setattr(os, fails, no_room)
     with pytest.raises(UsageError) as error:
         write_whole(tmp_path / "a", "new")
     assert str(error.value).startswith(
         f"{tmp_path / 'a'} cannot be saved: No space left on device; "
     )
-    assert contents(tmp_path) == {"a": "old"}
+    assert contents(tmp_path) == {"a": b"old"}
 
 
 def test_several_files_appear_together_or_not_at_all(tmp_path):
@@ -53,8 +41,8 @@ def test_several_files_appear_together_or_not_at_all(tmp_path):
     with pytest.raises(UsageError, match="^--output x cannot be saved: No space"):
         with whole_files(paths, called="--output x") as partials:
             Path(partials[0]).write_text("2")
-            full()
-    assert contents(tmp_path) == {"a": "1", "b": "1"}
+            no_room()
+    assert contents(tmp_path) == {"a": b"1", "b": b"1"}
 
 
 def test_a_signal_that_comes_with_the_file_leaves_nothing(tmp_path, monkeypatch):
@@ -88,9 +76,9 @@ def test_what_appeared_meanwhile_is_not_replaced(tmp_path):
             (partial / "file").write_text("new")
             (tmp_path / "folder").mkdir()
             (tmp_path / "folder/mine").write_text("another's")
-    assert contents(tmp_path) == {"b": "another's", "folder/mine": "another's"}
+    assert contents(tmp_path) == {"b": b"another's", "folder/mine": b"another's"}
     write_whole(tmp_path / "a", "new", replace=False)
-    assert contents(tmp_path)["a"] == "new" and len(list(tmp_path.iterdir())) == 3
+    assert contents(tmp_path)["a"] == b"new" and len(list(tmp_path.iterdir())) == 3
 
 
 @pytest.mark.parametrize("kind", ["pipe", "device", "folder", "large", "missing", "latin-1"])
@@ -124,8 +112,8 @@ def test_a_folder_replaces_another_at_the_end_alone(tmp_path):
         with whole_folder(folder, replace=True) as partial:
             (partial / "in").mkdir()
             (partial / "in/file").write_text(text)
-            assert contents(folder) == ({} if text == "old" else {"in/file": "old"})
-    assert contents(tmp_path) == {"above/folder/in/file": "new"}
+            assert contents(folder) == ({} if text == "old" else {"in/file": b"old"})
+    assert contents(tmp_path) == {"above/folder/in/file": b"new"}
     with pytest.raises(UsageError, match="^--output x exists already"):
         with whole_folder(folder, called="--output x"):
             pass
@@ -141,8 +129,8 @@ def test_nothing_of_the_user_is_taken_for_half_written(tmp_path):
     with whole_folder(tmp_path / "routing", replace=True) as partial:
         (partial / "second").write_text("new")
     write_whole(tmp_path / "model.pt", "new")
-    mine = dict.fromkeys([*(f"{other}/mine" for other in others), "model.pt.tmp"], "mine")
-    assert contents(tmp_path) == {**mine, "routing/second": "new", "model.pt": "new"}
+    mine = dict.fromkeys([*(f"{other}/mine" for other in others), "model.pt.tmp"], b"mine")
+    assert contents(tmp_path) == {**mine, "routing/second": b"new", "model.pt": b"new"}
 
 
 def test_links_with_the_names_of_half_written_files_are_not_written_through(tmp_path, monkeypatch):
@@ -151,12 +139,12 @@ def test_links_with_the_names_of_half_written_files_are_not_written_through(tmp_
     victim.write_text("mine")
     (tmp_path / "a.smoe.tmp").symlink_to(victim)
     write_whole(tmp_path / "a", "new")
-    assert contents(tmp_path) == {"victim": "mine", "a.smoe.tmp": "mine", "a": "new"}
+    assert contents(tmp_path) == {"victim": b"mine", "a.smoe.tmp": b"mine", "a": b"new"}
     monkeypatch.setattr(files.secrets, "token_hex", lambda _: "00000000")  # guessed
     (tmp_path / f"a.smoe.{files.host()}-{os.getpid()}-00000000.tmp").symlink_to(victim)
     with pytest.raises(UsageError, match="a cannot be saved: File exists"):
         write_whole(tmp_path / "a", "newer")
-    assert contents(tmp_path) == {"victim": "mine", "a.smoe.tmp": "mine", "a": "new"}
+    assert contents(tmp_path) == {"victim": b"mine", "a.smoe.tmp": b"mine", "a": b"new"}
     (tmp_path / f"folder.smoe.{files.host()}-{os.getpid()}-00000000.partial").symlink_to(tmp_path)
     with pytest.raises(UsageError, match="folder "):
         with whole_folder(tmp_path / "folder"):
@@ -176,10 +164,10 @@ def test_what_a_killed_process_left_is_removed_by_the_next_one(tmp_path, monkeyp
     for name in left + kept:
         (tmp_path / name).write_text("half")
     write_whole(tmp_path / "a", "new")
-    assert contents(tmp_path) == dict.fromkeys(kept, "half") | {"a": "new"}
+    assert contents(tmp_path) == dict.fromkeys(kept, b"half") | {"a": b"new"}
     monkeypatch.setattr(files, "ABANDONED_SECONDS", -1)
     write_whole(tmp_path / "a", "new")
-    assert contents(tmp_path) == dict.fromkeys(kept[:3], "half") | {"a": "new"}
+    assert contents(tmp_path) == dict.fromkeys(kept[:3], b"half") | {"a": b"new"}
 
 
 def test_a_folder_that_a_killed_process_left_is_removed_by_the_next_one(tmp_path):
@@ -193,7 +181,7 @@ def test_a_folder_that_a_killed_process_left_is_removed_by_the_next_one(tmp_path
     assert [path.suffix for path in tmp_path.iterdir()] == [".old"]
     with whole_folder(tmp_path / "a") as partial:
         (partial / "file").write_text("new")
-    assert contents(tmp_path) == {"a/file": "new"}
+    assert contents(tmp_path) == {"a/file": b"new"}
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
 
 
@@ -273,7 +261,7 @@ def test_a_link_to_a_folder_stays_one(tmp_path):
         with whole_folder(tmp_path / "raw", replace=True) as partial:
             (partial / "file").write_text(text)
     assert (tmp_path / "raw").is_symlink() and len(list(tmp_path.iterdir())) == 2
-    assert contents(tmp_path / "disk") == {"file": "new"}
+    assert contents(tmp_path / "disk") == {"file": b"new"}
 
 
 @pytest.mark.parametrize("fails", ["fsync", "write", "replace"])
@@ -284,18 +272,18 @@ def test_a_folder_without_room_leaves_the_old_one(tmp_path, monkeypatch, fails):
 
     def refuse(source, target):
         if "partial" in str(source):
-            full()
+            no_room()
         original(source, target)
 
     if fails != "write":
-        monkeypatch.setattr(files.os, fails, {"fsync": full, "replace": refuse}[fails])
+        monkeypatch.setattr(files.os, fails, {"fsync": no_room, "replace": refuse}[fails])
     with pytest.raises(UsageError, match="folder cannot be saved: No space left on device"):
         with whole_folder(tmp_path / "folder", replace=True) as partial:
             (partial / "file").write_text("new")
             if fails == "write":
-                full()
+                no_room()
     assert [path.name for path in tmp_path.iterdir()] == ["folder"]
-    assert contents(tmp_path) == {"folder/file": "old"}
+    assert contents(tmp_path) == {"folder/file": b"old"}
 
 
 def test_a_folder_that_cannot_be_made_is_named(tmp_path):
@@ -303,4 +291,4 @@ def test_a_folder_that_cannot_be_made_is_named(tmp_path):
     with pytest.raises(UsageError, match="file/folder cannot be saved: Not a directory"):
         with whole_folder(tmp_path / "file/folder"):
             pass
-    assert contents(tmp_path) == {"file": "mine"}
+    assert contents(tmp_path) == {"file": b"mine"}

@@ -1,18 +1,17 @@
 """Every command that makes a checkpoint of another: bad files are named, and what was there stays."""
 
-import errno
 import os
 import signal
 from pathlib import Path
 
 import pytest
 import torch
-from commands import FAIRSEQ, changed, contents, run_python, smoe
+from commands import FAIRSEQ, changed, contents, no_room, run_python, smoe
 from sampling import soak
 from test_checkpoint_files import rotted
 from test_expert_parallel_checkpoints import call, refusal
 from test_import import as_theirs
-from test_malicious_checkpoints import program
+from test_refused_types import Intruder
 from test_training import train
 
 MAIN = "import sys; from smoe_fairseq.cli import main; sys.exit(main(sys.argv[1:]))"
@@ -104,14 +103,6 @@ def test_a_name_that_is_empty_is_refused(ask, tmp_path, command, monkeypatch):
     assert not list(tmp_path.glob("out*"))
 
 
-class Program:
-    def __init__(self, trace: Path):
-        self.trace = trace
-
-    def __reduce__(self):
-        return eval, (program(self.trace),)
-
-
 FAULTS = ("cut", "rotted", "a program", "no model", "missing", "folder")
 BAD = [(command, fault) for command in READ for fault in FAULTS]
 
@@ -127,7 +118,7 @@ def test_a_bad_file_is_named(ask, sources, tmp_path, command, fault):
     elif fault == "rotted":
         rotted(sound, bad)
     elif fault == "a program":
-        torch.save(state | {"more": Program(tmp_path / "trace")}, bad)
+        torch.save(state | {"more": Intruder(tmp_path / "trace")}, bad)
     elif fault == "no model":
         torch.save({**state, "model": None}, bad)
     elif fault == "folder":
@@ -140,11 +131,7 @@ def test_a_bad_file_is_named(ask, sources, tmp_path, command, fault):
 @COMMANDS
 def test_without_room_what_was_there_stays(ask, tmp_path, monkeypatch, command):
     (tmp_path / "out.pt").write_text("old")
-
-    def full(*_):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(os, "fsync", full)
+    monkeypatch.setattr(os, "fsync", no_room)
     sentence = refusal(*ask(command), "--force")
     assert f"--output {tmp_path / 'out.pt'} " in sentence and "No space left" in sentence
     assert contents(tmp_path) == {"out.pt": b"old"}
