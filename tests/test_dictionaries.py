@@ -9,8 +9,8 @@ from commands import changed, generation, preprocess, refused, run
 from fairseq.data import Dictionary
 from sampling import soak
 from test_expert_parallel_checkpoints import call, refusal
-from test_lock import SMALL
-from test_trainer import GLOO, MOE
+from test_lock import GLOO, SMALL
+from test_trainer import MOE
 
 from smoe_fairseq.checkpoints.reading import open_checkpoint
 from smoe_fairseq.checkpoints.trained_with import (

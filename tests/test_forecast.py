@@ -13,7 +13,8 @@ import torch
 from commands import preprocess, smoe
 from fairseq.modules import SinusoidalPositionalEmbedding
 from sampling import soak
-from test_recipes import recipe, write_dataset
+from test_lock import GLOO
+from test_recipes import ROOT, recipe, write_dataset
 
 import smoe_fairseq
 from smoe_fairseq.analysis.cost import build_meta_model, parse_run
@@ -27,7 +28,6 @@ LENGTH = 32
 MODEL = "--arch smoe_transformer_tiny --encoder-embed-dim 256 --encoder-ffn-embed-dim 1024".split()
 TRAINING = """--criterion smoe_label_smoothed_cross_entropy --label-smoothing 0.1 --optimizer adam --lr 0.001
     --max-tokens 1024 --cpu --no-save --disable-validation""".split()
-GLOO = "--distributed-backend gloo --ddp-backend legacy_ddp".split()
 DENSE, SMOE = ["--moe-freq", "0"], ["--smoe-strata", "4-4"]
 
 
@@ -64,6 +64,9 @@ def measure(data: str, file: str, *words: str) -> None:
     from fairseq.distributed import utils
     from fairseq.trainer import Trainer
 
+    sys.path.insert(0, str(ROOT))
+    from benchmarks.timing import _cpu_peak
+
     def train(cfg):
         torch.manual_seed(1)
         if cfg.model.expert_parallel:  # else chance decides what a process has to do
@@ -80,7 +83,7 @@ def measure(data: str, file: str, *words: str) -> None:
         trainer.train_step(updates[0])
         trainer.zero_grad()
         before = alive()
-        peak = before + allocated(lambda: trainer.train_step(updates[1]))
+        peak = before + _cpu_peak(lambda: trainer.train_step(updates[1]))
         if trainer.data_parallel_rank == trainer.data_parallel_world_size - 1:
             state = trainer.optimizer.optimizer.state.values()
             numbers = [x.nbytes for each in state for x in each.values() if torch.is_tensor(x)]
@@ -108,20 +111,6 @@ def alive() -> int:
     return sum(
         {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors}.values()
     )
-
-
-def allocated(step) -> int:
-    """The most that ``step`` had allocated beyond what there was."""
-    from torch.profiler import ProfilerActivity, profile
-
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as record:
-        step()
-    events = [e for e in record.profiler.kineto_results.events() if e.name() == "[memory]"]
-    now = peak = 0
-    for event in sorted(events, key=lambda event: event.start_ns()):
-        now += event.nbytes()
-        peak = max(peak, now)
-    return peak
 
 
 def run_of(words, vocabulary, *others) -> Run:

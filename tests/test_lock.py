@@ -22,6 +22,7 @@ SMALL = f"""--user-dir {PLUGIN} --cpu --num-workers 0 --arch smoe_transformer_ti
     --decoder-ffn-embed-dim 16 --encoder-attention-heads 2 --decoder-attention-heads 2 --moe-freq 0
     --criterion smoe_label_smoothed_cross_entropy --optimizer adam --lr 0.005 --max-tokens 400
     --no-epoch-checkpoints --disable-validation""".split()
+GLOO = ("--distributed-backend", "gloo", "--ddp-backend", "legacy_ddp")
 
 HOLD = """
 import sys, time
@@ -175,8 +176,7 @@ def train(ranks, tmp_path, small_corpus, world_size, *flags):
     """Starts a run of ``fairseq-train`` in ``tmp_path/run``."""
     arguments = [small_corpus, "--save-dir", tmp_path / "run", *SMALL]
     arguments += ["--log-interval", 1, "--log-format", "json", *flags]
-    if world_size > 1:
-        arguments += ["--distributed-backend", "gloo", "--ddp-backend", "legacy_ddp"]
+    arguments += GLOO if world_size > 1 else ()
     return ranks.start(tmp_path / "logs", world_size, *arguments, one=world_size == 1)
 
 

@@ -7,17 +7,9 @@ import sys
 import pytest
 from commands import preprocess
 from sampling import soak
-from test_lock import SMALL
+from test_lock import GLOO, SMALL
 
-FLAGS = [
-    *SMALL,
-    "--distributed-backend",
-    "gloo",
-    "--ddp-backend",
-    "legacy_ddp",
-    "--max-update",
-    "4",
-]
+FLAGS = [*SMALL, *GLOO, "--max-update", "4"]
 
 
 def train(data: list[str], flags: list[str], of_second: list[str]) -> None:

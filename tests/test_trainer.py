@@ -10,12 +10,11 @@ from commands import PLUGIN, SCRIPTS, TINY, WITH_PLUGIN, run, run_python
 from programs import wait_until
 from ranks import train_with
 from sampling import soak
-from test_lock import SMALL
+from test_lock import GLOO, SMALL
 from test_signals import ended
 
 OURS = "smoe_experts"  # what only our trainer writes into a checkpoint
 MOE = [*SMALL, "--moe-freq", 2, "--smoe-strata", "2", "--max-update", 1]
-GLOO = ("--distributed-backend", "gloo", "--ddp-backend", "legacy_ddp")
 
 COMMANDS = {
     "module": ("python", "-m", "fairseq_cli.train"),
@@ -181,8 +180,7 @@ def one_rank_without_memory(whose: str, arguments: list[str]) -> None:
 def test_a_rank_out_of_memory_ends_no_run_in_which_others_train(
     ranks, small_corpus, tmp_path, whose
 ):
-    arguments = [small_corpus, "--save-dir", tmp_path, *SMALL, "--max-update", 5]
-    arguments += ["--distributed-backend", "gloo", "--ddp-backend", "legacy_ddp"]
+    arguments = [small_corpus, "--save-dir", tmp_path, *SMALL, *GLOO, "--max-update", 5]
     arguments = list(map(str, arguments))
     run = ranks.start(tmp_path, 2, whose, arguments, function=one_rank_without_memory)
     assert run.wait() == ([0, 0] if whose == "one" else [1, 1]), run.output()
