@@ -99,8 +99,8 @@ def test_experts_that_were_never_chosen_go_without_a_trace(trained, small_corpus
     assert len(assert_same_translations(small_corpus, path, output)) > 10
 
 
-PRUNABLE = [name for name in FAMILY if name not in ("hash", "hash-topk", "gate-residual")]
-MEMBERS = {name: FAMILY[name] for name in PRUNABLE if name != "expert-choice"}
+FIXED = ("hash", "hash-topk", "gate-residual")
+MEMBERS = {name: flags for name, flags in FAMILY.items() if name not in FIXED}
 MEMBERS |= {
     "released": "--smoe-strata 4-4 --smoe-norm released",
     "stacked": "--smoe-strata 4-4 --moe-stacked",
@@ -109,15 +109,20 @@ MEMBERS |= {
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("member", some(MEMBERS, "bias", "chain", first=1))
+@pytest.mark.parametrize("member", some(MEMBERS, "bias", "chain", "expert-choice", first=1))
 def test_so_they_do_in_the_family(ranks, small_corpus, tmp_path, member):
     """Where the softmax over all experts has a part in it, it is 0 here for the two that go."""
     words = [*MEMBERS[member].split(), "--max-update", 3]
     ranks.train(tmp_path, 1, *flags(small_corpus, tmp_path, *words), one=True)
-    path, output = tmp_path / "full.pt", tmp_path / "pruned.pt"
+    last, path, output = (tmp_path / f"{n}.pt" for n in ("checkpoint_last", "full", "pruned"))
+    half = kept_of(prune(small_corpus, last, output, "--keep", 0.5))
+    assert {len(experts) for experts in half.values()} == {4}
+    assert len(generate(small_corpus, output, "--max-len-b", 9)[0]) == 50
+    if member == "expert-choice":  # no expert is never chosen
+        return
     gone = {1, 2} if member == "stacked" else {1, 4}  # later layers of a stack have no norm
-    with_logits(tmp_path / "checkpoint_last.pt", path, dict.fromkeys(gone, NEVER))
-    printed = prune(small_corpus, path, output, "--min-load", 0)
+    with_logits(last, path, dict.fromkeys(gone, NEVER))
+    printed = prune(small_corpus, path, output, "--min-load", 0, "--force")
     assert not gone & {expert for experts in kept_of(printed).values() for expert in experts}
     by_softmax = member in ("bias", "top-p", "residual")
     assert ("note: these gates use" in printed) == by_softmax
@@ -134,17 +139,6 @@ def test_so_they_do_in_the_family(ranks, small_corpus, tmp_path, member):
     }
     torch.save(prune_content(path, layers), output)
     assert_same_translations(small_corpus, path, output)
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("member", some(PRUNABLE, "expert-choice"))
-def test_half_of_any_member_translates(ranks, small_corpus, tmp_path, member):
-    words = [*FAMILY[member].split(), "--max-update", 1]
-    ranks.train(tmp_path, 1, *flags(small_corpus, tmp_path, *words), one=True)
-    output = tmp_path / "pruned.pt"
-    kept = kept_of(prune(small_corpus, tmp_path / "checkpoint_last.pt", output, "--keep", 0.5))
-    assert {len(experts) for experts in kept.values()} == {4}
-    assert len(generate(small_corpus, output, "--max-len-b", 9)[0]) == 50
 
 
 @pytest.mark.soak
