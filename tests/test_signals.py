@@ -40,7 +40,10 @@ def ended(pid: int) -> bool:
         return True
 
 
-@pytest.fixture(params=[["train.sh", "m15", "moe"]])
+MOE = ["train.sh", "m15", "moe"]
+
+
+@pytest.fixture(params=[MOE])
 def training(tmp_path, request):
     """A script that trains, once its command runs, and the processes of the command."""
     script, *words = request.param
@@ -68,7 +71,12 @@ def training(tmp_path, request):
     process.communicate()
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+@pytest.mark.parametrize(
+    "training, number",
+    [(MOE, signal.SIGTERM), (MOE, signal.SIGINT), (MOE, signal.SIGHUP)]
+    + [(["demo.sh"], signal.SIGTERM)],
+    indirect=["training"],
+)
 def test_signal_reaches_training_and_is_waited_for(tmp_path, training, number):
     process, pids = training
     process.send_signal(number)
@@ -86,15 +94,6 @@ def test_training_ends_with_a_recipe_that_is_killed(tmp_path, training):
     process.wait()
     wait_until(lambda: ended(pids[1]))
     assert (tmp_path / "heeded").exists()
-
-
-@pytest.mark.parametrize("training", [["demo.sh"]], indirect=True)
-def test_signal_to_the_demo_reaches_training_too(tmp_path, training):
-    process, pids = training
-    process.send_signal(signal.SIGTERM)
-    output, _ = process.communicate(timeout=HANGS)
-    assert (tmp_path / "heeded").exists() and all(map(ended, pids)), output
-    assert process.returncode == 128 + signal.SIGTERM and "Traceback" not in output
 
 
 RUN = """

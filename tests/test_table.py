@@ -403,9 +403,8 @@ def test_spbleu_is_compared_with_the_tokenizer_of_its_scores(two_systems, prepar
     model = folder / "models/sacrebleu_tokenizer_spm.model"
     shutil.copyfile(prepared / "data/tiny/bin/spm.model", model)
     for file in folder.glob("runs/multi30k/*/scores.json"):
-        content = json.loads(file.read_text())
-        content["scores"]["en-de"]["others"] = {"spBLEU": [len(file.parent.name), "tok:flores101"]}
-        file.write_text(json.dumps(content))
+        spbleu = [len(file.parent.name), "tok:flores101"]
+        change_scores(file.parent, "en-de", others={"spBLEU": spbleu})
     own = {"pairs": ["en-de"], "raw": {}, "train": {"arch": "smoe_transformer_tiny"}}
     write_dataset(folder / "c", "multi30k", **own, sacrebleu={"tokenize": "flores101"})
     words = ("multi30k", "--metric", "spbleu", "--compare", "dense", "moe", "--format", "csv")
@@ -492,10 +491,7 @@ def test_other_metrics_have_a_table_of_their_own(two_systems):
         ("dense", dict([chrf])),
         ("moe", dict([chrf, ("spBLEU", [7.0, "tok:f"])])),
     ):
-        file = runs / name / "scores.json"
-        content = json.loads(file.read_text())
-        content["scores"]["en-de"]["others"] = others
-        file.write_text(json.dumps(content))
+        change_scores(runs / name, "en-de", others=others)
     printed = table(folder, "multi30k", "--metric", "chrf++").stdout
     assert printed.count(" 50.00 |") == 2 and "sacreBLEU's chrF++ nrefs:1|nw:2" in printed
     printed = table(folder, "multi30k", "--metric", "spbleu").stdout
@@ -514,9 +510,7 @@ def test_comet_of_different_numbers_of_seeds(two_systems):
     for seed in (2, 3):
         shutil.copytree(runs / "moe", runs / f"moe.seed-{seed}")
     for file in runs.glob("*/scores.json"):
-        content = json.loads(file.read_text())
-        content["scores"]["en-de"]["others"] = {"COMET": [50.0, "model:m"]}
-        file.write_text(json.dumps(content))
+        change_scores(file.parent, "en-de", others={"COMET": [50.0, "model:m"]})
         sentences = {"sentences": [0.25, 0.75] * 30}
         (file.parent / "test/en-de.comet.json").write_text(json.dumps(sentences))
     rows = compared(two_systems[0], "dense", "moe", "--metric", "comet")

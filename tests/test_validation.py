@@ -55,19 +55,13 @@ def test_scores_are_those_of_fairseqs_own_translations(corpus, tmp_path):
     assert best["extra_state"]["best"] == pytest.approx(max(scores), abs=2e-3)
 
 
-def test_scores_of_all_directions(three_languages, tmp_path):
-    flags = (*handmade.MULTILINGUAL, "--decoder-langtok", "--validate-sentences", 3, *BY_CHRF)
+@pytest.mark.parametrize("more", [BY_CHRF, ["--lang-tok-replacing-bos-eos"]])
+def test_scores_of_all_directions(three_languages, tmp_path, more):
+    flags = (*handmade.MULTILINGUAL, "--decoder-langtok", "--validate-sentences", 3, *more)
     handmade.train(three_languages, tmp_path, *flags)
     found = validations((tmp_path / "train.log").read_text())
     assert found and all(0 <= float(each["valid_chrf"]) <= 100 for each in found)
     assert (tmp_path / "checkpoint_best.pt").exists()
-
-
-def test_scores_with_languages_in_place_of_ends(three_languages, tmp_path):
-    flags = (*handmade.MULTILINGUAL, "--decoder-langtok", "--lang-tok-replacing-bos-eos")
-    handmade.train(three_languages, tmp_path, *flags, "--validate-sentences", 3)
-    found = validations((tmp_path / "train.log").read_text())
-    assert found and all(0 <= float(each["valid_chrf"]) <= 100 for each in found)
 
 
 @pytest.mark.soak
