@@ -1,5 +1,6 @@
 """Experts spread over processes: the same training as in one process, whatever their number."""
 
+import functools
 import sys
 from pathlib import Path
 
@@ -87,17 +88,13 @@ def compare(one: Path, other: Path, logged: float, parameters: float) -> None:
 def one_process(ranks, small_corpus, tmp_path_factory):
     """The run of one process with the global batch of ``more`` ones; each is made once."""
     folder = tmp_path_factory.mktemp("one-process")
-    made = {}
 
+    @functools.cache
     def get(strata, setting, more):
-        key = f"{strata}-{setting}-{more}"
-        if key not in made:
-            made[key] = folder / key
-            arguments = flags(
-                small_corpus, made[key], "--smoe-strata", strata, *with_setting(setting, more)
-            )
-            ranks.train(made[key], 1, *arguments, one=True)
-        return made[key]
+        made = folder / f"{strata}-{setting}-{more}"
+        more = with_setting(setting, more)
+        ranks.train(made, 1, *flags(small_corpus, made, "--smoe-strata", strata, *more), one=True)
+        return made
 
     return get
 

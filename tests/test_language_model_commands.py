@@ -1,5 +1,6 @@
 """A language model by the commands as a user types them, on English sentences."""
 
+import functools
 import json
 import re
 from collections import Counter
@@ -11,6 +12,7 @@ from handmade import read
 from sampling import soak
 from test_compat import run_without
 from test_expert_parallel import compare
+from test_lock import GLOO
 from test_multilingual_transformer import built
 from test_training import log_lines
 
@@ -44,14 +46,12 @@ class Trained:
 @pytest.fixture(scope="module")
 def trained(english, tmp_path_factory):
     """By the way that the text is divided; each is made once."""
-    made = {}
 
+    @functools.cache
     def get(mode: str) -> Trained:
-        if mode not in made:
-            folder = tmp_path_factory.mktemp(mode)
-            arguments = flags(english, folder, "--sample-break-mode", mode)
-            made[mode] = Trained(folder, run("fairseq-train", *arguments))
-        return made[mode]
+        folder = tmp_path_factory.mktemp(mode)
+        arguments = flags(english, folder, "--sample-break-mode", mode)
+        return Trained(folder, run("fairseq-train", *arguments))
 
     return get
 
@@ -165,9 +165,7 @@ def test_sharded_experts_on_two_processes_equal_one(ranks, english, tmp_path, mo
     """And what is made of their checkpoints: one, means, costs, perplexity."""
     alone = ("--moe-capacity-factor", 0, "--moe-second-expert-policy", "all", "--dropout", 0)
     alone += ("--max-update", 4, "--adam-eps", 1e-4, "--sample-break-mode", mode)
-    alone += (
-        *("--distributed-backend", "gloo", "--ddp-backend", "legacy_ddp", "--disable-validation"),
-    )
+    alone += (*GLOO, "--disable-validation")
     # One sentence per batch: the balance loss is of each batch by itself.
     alone += ("--batch-size", 1)
     one, two = tmp_path / "one", tmp_path / "two"

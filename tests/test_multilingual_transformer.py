@@ -1,5 +1,6 @@
 """A model per language pair, on fairseq's task ``multilingual_translation``."""
 
+import functools
 import re
 import shutil
 
@@ -39,16 +40,11 @@ def flags(data, save_dir, *more) -> list:
 @pytest.fixture(scope="module")
 def trained(three_languages, tmp_path_factory):
     """(process, checkpoint) of all parts by language, or of shared ones."""
-    made = {}
 
+    @functools.cache
     def get(*more):
-        if more not in made:
-            folder = tmp_path_factory.mktemp("pairs")
-            made[more] = (
-                run("fairseq-train", *flags(three_languages, folder, *more)),
-                folder / LAST,
-            )
-        return made[more]
+        folder = tmp_path_factory.mktemp("pairs")
+        return run("fairseq-train", *flags(three_languages, folder, *more)), folder / LAST
 
     return get
 
