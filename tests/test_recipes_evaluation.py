@@ -15,7 +15,7 @@ from types import SimpleNamespace
 import pytest
 import sacrebleu
 import yaml
-from commands import PLUGIN, bash_torchrun, changed, contents, refused, run_step, step_here
+from commands import PLUGIN, bash_torchrun, changed, contents, refused, run_step, smoe, step_here
 from commands import run as run_program
 from sentencepiece import SentencePieceProcessor
 from test_lock import holder
@@ -333,9 +333,7 @@ def test_spbleu_is_computed_where_its_tokenizer_is_there(unevaluated, tiny):
     del found["scores"]["en-fr"]["others"]["spBLEU"]
     assert found == expected
     configs = {"CONFIG_DIR": str(unevaluated / "configs")}
-    printed = run_program(
-        "smoe", "table", "tiny", "--metric", "spbleu", cwd=unevaluated, **configs
-    ).stdout
+    printed = smoe("table", "tiny", "--metric", "spbleu", cwd=unevaluated, **configs).stdout
     assert f"| {points:.2f} |".replace(" ", "") in printed.replace(" ", "")
 
 
@@ -623,7 +621,7 @@ def test_comet_scores_what_is_translated_already(scored):
     assert evaluate_again(scored, **given, COMET_MODEL="another").returncode == 0
     assert (scored / "comet_runs").read_text().splitlines()[1:] == ["another 0"]
     configs = {"CONFIG_DIR": str(scored / "configs")}
-    shown = run_program("smoe", "table", "tiny", "--metric", "comet", cwd=scored, **configs).stdout
+    shown = smoe("table", "tiny", "--metric", "comet", cwd=scored, **configs).stdout
     assert f"{points:.2f}" in shown and "COMET model:another" in shown
     # A second run, which is worse in each line.
     other = scored / "runs/tiny/moe"
@@ -633,7 +631,7 @@ def test_comet_scores_what_is_translated_already(scored):
         result["sentences"] = [value / 2 for value in result["sentences"]]
         file.write_text(json.dumps(result))
     words = ("--metric", "comet", "--compare", "moe", "smoe-2-2")
-    compared = run_program("smoe", "table", "tiny", *words, cwd=scored, **configs).stdout
+    compared = smoe("table", "tiny", *words, cwd=scored, **configs).stdout
     assert "COMET model:another" in compared and "sacreBLEU's COMET" not in compared
     (row,) = (line.split("|") for line in compared.splitlines() if line.startswith("| fr-en"))
     assert float(row[-2]) == pytest.approx(1 / 1001, abs=5e-4)
@@ -692,8 +690,8 @@ def test_other_metrics_of_sacrebleu_and_of_any_program(scored):
     copied_as(run, "moe")
     configs = {"CONFIG_DIR": str(scored / "configs")}
     for metric, name in (("ter", "TER (lower is better)"), ("length", "Length")):
-        ask = ("smoe", "table", "tiny", "--metric", metric)
+        ask = ("table", "tiny", "--metric", metric)
         for more in ((), ("--compare", "moe", "smoe-2-2")):
-            assert name in run_program(*ask, *more, cwd=scored, **configs).stdout
+            assert name in smoe(*ask, *more, cwd=scored, **configs).stdout
     file.write_text(yaml.safe_dump(content | {"metrics": {"Length": "echo {source}"}}))
     assert "Length" in refusal(evaluate_again(scored))
