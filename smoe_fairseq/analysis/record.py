@@ -242,7 +242,6 @@ def collect(samples: inputs.Samples) -> list[TypeCounts]:
     return blocks
 
 
-@torch.no_grad()
 def requested_capacity(model: nn.Module, task, subset: str = "valid") -> dict[str, float]:
     """Mean requested capacity of all tokens of a subset, by MoE layer (see `moe_blocks`).
 
@@ -250,11 +249,9 @@ def requested_capacity(model: nn.Module, task, subset: str = "valid") -> dict[st
     """
     if not moe_blocks(model):
         return {}
-    gates, tokens = Counter(), Counter()
+    stops, tokens = Counter(), Counter()
     for direction in inputs.directions(task):
-        for sample in inputs.Samples(model, task, direction, inputs.Subset(subset)):
-            _, extra = model(**sample["net_input"])
-            for name, stats in zip(extra["moe_layers"], extra["moe_stats"], strict=True):
-                gates[name] += int(stats.requested_capacity.sum())
-                tokens[name] += int((stats.requested_capacity > 0).sum())
-    return {name: gates[name] / tokens[name] for name in gates}
+        for counts in collect(inputs.Samples(model, task, direction, inputs.Subset(subset))):
+            stops[counts.block.name] += int(counts.stops.sum())
+            tokens[counts.block.name] += int(counts.occurrences.sum())
+    return {name: stops[name] / tokens[name] for name in stops}
