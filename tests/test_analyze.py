@@ -261,9 +261,10 @@ def test_one_direction_with_the_translation_task(three_languages, tmp_path):
         assert int(row["stops"]) == expected("bb-aa", row["side"], "text").total()
 
 
-def test_codes_of_languages_may_have_hyphens(hyphens, tmp_path):
+@pytest.mark.parametrize("named", [[], ["--lang-pairs", "eng-zho"]])
+def test_codes_of_languages_may_have_hyphens(hyphens, tmp_path, named):
     with mock.patch("smoe_fairseq.analysis.report.write") as write:
-        words = ("analyze", hyphens, "--path", hyphens, "--cpu")  # the folder of a run
+        words = ("analyze", hyphens, "--path", hyphens, "--cpu", *named)  # the folder of a run
         assert main([*map(str, words), "--output", str(tmp_path / "out")]) == 0
     found = write.call_args.args[1]
     languages = {block.side: [*figures.loads(found, block)] for block in found.blocks}

@@ -131,19 +131,20 @@ def directions(task, pairs: str | None = None) -> list[str]:
         if pairs is not None:
             raise UsageError(f"--lang-pairs {pairs}: a language model has none; leave it out")
         return [TEXT]
-    if not is_multilingual(task):
-        known = allowed = ["-".join(direction_of(task))]
+    if is_multilingual(task):
+        langs, known = task.langs, list(task.lang_pairs)
+        allowed = ["-".join(pair) for pair in itertools.permutations(langs, 2)]
     else:
-        known = list(task.lang_pairs)
-        allowed = ["-".join(pair) for pair in itertools.permutations(task.langs, 2)]
+        langs = direction_of(task)
+        known = allowed = ["-".join(langs)]
     if pairs is None:
         return known
     names = [name.strip() for name in pairs.split(",")]
     for i, name in enumerate(names):
-        if name not in allowed and is_multilingual(task):
-            found = {lang: meant(lang, task.langs) for lang in name.split("-")}
-            names[i] = name = "-".join(own[0] if len(own) == 1 else x for x, own in found.items())
         if name not in allowed:
+            found = {lang: meant(lang, langs) for lang in name.split("-")}
+            names[i] = "-".join(own[0] if len(own) == 1 else x for x, own in found.items())
+        if names[i] not in allowed:
             expected = f"expected some of {', '.join(known)}, which the model knows"
             raise UsageError(f"--lang-pairs {name}: {expected}, joined by commas")
     return list(dict.fromkeys(names))
