@@ -27,7 +27,8 @@ done
 for method in "${methods[@]}"; do
     if [[ ${DRY_RUN:-0} == 0 ]]; then
         output=$("$scripts/slurm.sh" "$dataset" "$method")
-        job=${output##* } # Submitted batch job 123
+        job=${output#*batch job }  # Submitted batch job 123 on cluster NAME, or without a cluster
+        job=${job%% *}
         echo "$output: $dataset $method"
     else
         # The first line; those of training follow.

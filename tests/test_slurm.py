@@ -92,7 +92,7 @@ def test_job_requeues_itself_and_outlives_the_signals(tmp_path, cluster):
     assert "--nproc-per-node 8 --no-python fairseq-train data/m15/bin" in started
 
 
-SBATCH = 'echo "$@" >> submitted; echo "Submitted batch job $(wc -l < submitted)"'
+SBATCH = 'echo "$@" >> submitted; echo "Submitted batch job $(wc -l < submitted)"$ON'
 
 
 @pytest.mark.parametrize("methods", [("moe", "smoe-4-4"), soak(())])
@@ -110,9 +110,11 @@ def test_a_dry_run_of_a_table_prints_two_jobs_for_each_of_its_rows(tmp_path, clu
     assert not (tmp_path / "submitted").exists()
 
 
-def test_scores_of_a_table_wait_for_training(tmp_path, cluster):
+@pytest.mark.parametrize("on", ["", " on cluster one"])
+def test_scores_of_a_table_wait_for_training(tmp_path, cluster, on):
     (tmp_path / "bin/sbatch").write_text(f"#!/usr/bin/env bash\n{SBATCH}\n")
-    assert run(tmp_path, cluster, "slurm_table.sh", "m15", "moe", "smoe-4-12").returncode == 0
+    words = ("slurm_table.sh", "m15", "moe", "smoe-4-12")
+    assert run(tmp_path, cluster | {"ON": on}, *words).returncode == 0
     train, score, other, _ = (tmp_path / "submitted").read_text().splitlines()
     assert train == f"--nodes=1 --gpus-per-node=8 {ROOT}/scripts/slurm.sh m15 moe"
     assert other == train.removesuffix("moe") + "smoe-4-12"
