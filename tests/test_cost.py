@@ -142,9 +142,11 @@ def test_naive_stacking_passes_every_stratum():
         *(("--smoe-strata 4-x", "--smoe-strata '4-x'"), ("--path nowhere.pt", "nowhere.pt")),
         *(("--vocab-size 1000000000000000000", "10,000,000"), ("data-bin", "--path")),
         ("--encoder-layers 1000000000", "--encoder-layers 1000000000"),
+        *((f"{each} 9", each) for each in ("--gen-subset", "--max-tokens", "--sentence-length")),
+        *((f"--path x.pt --{each} 9", f"--{each}") for each in ("gen-subset", "sentence-length")),
         *((f"--smoe-strata {each}", "1,000 strata") for each in (10**9, f"{'1-' * 100_000}1")),
     ],
-    ids=range(9),
+    ids=range(14),
 )
 def test_bad_input_is_named(flags, words):
     refused(smoe("cost", *flags.split(), check=False), words)

@@ -37,6 +37,7 @@ from smoe_fairseq.translate.load import checkpoint_of
 WITH_COSTS = ("m4", "m15")
 BASELINE = "moe"  # the row from which FLOPs of other rows are subtracted
 VOCABULARY = 32_000
+SUBSET = "valid"
 
 
 def system_cost(
@@ -120,7 +121,7 @@ def add_cost_arguments(parser: ArgumentParser) -> None:
     add_flag(what, "--path", "RUN", "use the model of this run or checkpoint", Path)
     data = "with --path: binarised data on which to measure the requested capacity"
     parser.add_argument("data", nargs="?", type=Path, metavar="DATA", help=data)
-    add("--gen-subset", None, "subset of DATA", default="valid")
+    add("--gen-subset", None, "subset of DATA", default=SUBSET)
     add("--vocab-size", None, "size of the dictionary", int, VOCABULARY)
     add("--context", None, "positions that a token attends to", int, CONTEXT)
     each = "also show the bytes that each of N ranks holds and sends"
@@ -142,16 +143,8 @@ def run_cost(args: Namespace) -> None:
     if args.data and not args.path:
         raise UsageError(f"{args.data}: expected --path CHECKPOINT with DATA")
     measured, processes, fitting = None, {}, {}
-    usual = {
-        "world_size": None,
-        "gpu_memory": None,
-        "vocab_size": VOCABULARY,
-        **vars(parse_run([])),
-    }
+    _refuse_unused(args)
     with quietly():
-        for name, value in usual.items() if args.paper or args.path else ():
-            if getattr(args, name, value) != value:
-                raise UsageError(f"{flag_of(name)} has no effect with --paper or --path")
         if args.paper:
             return _print_paper(compare(args.paper, args.context), args)
         if args.path:
@@ -190,6 +183,22 @@ def run_cost(args: Namespace) -> None:
             name = "training" if name == "replicated" and not args.world_size else name
             print(f"{name:12}{tokens:>12,}" if tokens else f"{name:12}{'none':>12}")
     print(f"\n{READING.format(context=args.context)}")
+
+
+def _refuse_unused(args: Namespace) -> None:
+    """Raises UsageError for a flag that changes nothing beside the others."""
+    model, run = vars(parse_model([])), vars(parse_run([])) | {"sentence_length": LENGTH}
+    training = {name: value for name, value in run.items() if name not in model}
+    planned = run | {"world_size": None, "gpu_memory": None, "vocab_size": VOCABULARY}
+    processes = args.world_size is not None or args.gpu_memory is not None
+    for where, usual, used in (
+        ("with --paper or --path", planned, not (args.paper or args.path)),
+        ("without --world-size or --gpu-memory", training, processes),
+        ("without DATA", {"gen_subset": SUBSET}, args.data),
+    ):
+        for name, value in usual.items():
+            if not used and getattr(args, name, value) != value:
+                raise UsageError(f"{flag_of(name)} has no effect {where}")
 
 
 def _planned_run(args: Namespace) -> Run:
