@@ -1,6 +1,5 @@
 """Commands and code of docs/ run as they stand there, and docs/flags.md has every flag of ours."""
 
-import argparse
 import os
 import re
 import runpy
@@ -12,27 +11,9 @@ from pathlib import Path
 import pretrained
 import pytest
 from commands import run, run_python
-
-from smoe_fairseq.criterions import smoe_label_smoothed_cross_entropy as criterion
-from smoe_fairseq.models import SMoETransformerModel
+from test_readme import yaml_of
 
 ROOT = Path(__file__).parents[1]
-
-
-def test_flags_of_the_model_and_the_criterion():
-    parser = argparse.ArgumentParser(allow_abbrev=False)
-    SMoETransformerModel.add_args(parser)
-    loss = argparse.ArgumentParser(allow_abbrev=False)
-    criterion.SMoELabelSmoothedCrossEntropyCriterion.add_args(loss)
-    flags = {
-        flag
-        for action in (*parser._actions, *loss._actions)
-        for flag in action.option_strings
-        if re.match(r"--((en|de)coder-)?(s?moe|cmr|expert)-", flag) and action.help
-    }
-    assert len(flags) > 40
-    page = (ROOT / "docs/flags.md").read_text("utf-8")
-    assert not {flag for flag in flags if f"`{flag}`" not in page}
 
 
 def test_tables_of_flags_are_as_declared():
@@ -144,10 +125,11 @@ def test_the_commands_of_the_start_page(tmp_path):
 @pytest.mark.soak
 def test_the_commands_of_fine_tuning(tmp_path, nllb):
     """With a small NLLB-200 in the place of the published one."""
-    page = (ROOT / "docs/finetune.md").read_text("utf-8")
     configs = shutil.copytree(ROOT / "configs", tmp_path / "configs")
-    content = re.search(r"```yaml\n(# configs/datasets/mine.yaml.*?)```", page, re.DOTALL)[1]
-    content += "raw: {parallel: {valid: 10, test: 8}}\nvalidate: {sentences: 4}\n"
+    content = (
+        yaml_of("docs/finetune.md")
+        + "raw: {parallel: {valid: 10, test: 8}}\nvalidate: {sentences: 4}\n"
+    )
     (configs / "datasets/mine.yaml").write_text(content)
     (tmp_path / "nllb-600M").symlink_to(nllb)
     (tmp_path / "text").mkdir()
@@ -166,12 +148,9 @@ def test_the_commands_of_fine_tuning(tmp_path, nllb):
 def test_the_commands_of_the_tasks(tmp_path):
     """Those of `LEFT_OUT` apart, from top to bottom."""
     configs = shutil.copytree(ROOT / "configs", tmp_path / "configs")
-    readme = (ROOT / "README.md").read_text("utf-8")
-    content = re.search(r"```yaml\n(# configs/datasets/mine.yaml.*?)```", readme, re.DOTALL)[1]
     page = (ROOT / "docs/tasks.md").read_text("utf-8")
-    fine_tuned = re.search(r"```yaml\n(# configs/datasets/new.yaml.*?)```", page, re.DOTALL)[1]
-    fine_tuned += "validate: {sentences: 4, beam: 1}\n"
-    for name, text in (("mine", content), ("new", fine_tuned)):
+    fine_tuned = yaml_of("docs/tasks.md", "new") + "validate: {sentences: 4, beam: 1}\n"
+    for name, text in (("mine", yaml_of("README.md")), ("new", fine_tuned)):
         (configs / f"datasets/{name}.yaml").write_text(text)
     (tmp_path / "folder").mkdir()
     for language, word in (("en", "number"), ("de", "Zahl")):

@@ -14,12 +14,17 @@ ROOT = Path(__file__).parents[1]
 SMALL = "--arch smoe_transformer_tiny --max-update 2 --num-workers 0 --max-tokens 500".split()
 
 
+def yaml_of(page: str, dataset: str = "mine") -> str:
+    """The file of a data set that a page shows."""
+    text = (ROOT / page).read_text(encoding="utf-8")
+    return re.search(rf"```yaml\n(# configs/datasets/{dataset}.yaml.*?)```", text, re.DOTALL)[1]
+
+
 def test_text_of_ones_own(tmp_path):
     """Four lines of YAML and two files of text, with a smaller vocabulary and model than the README's."""
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    content = re.search(r"```yaml\n(# configs/datasets/mine.yaml.*?)```", readme, re.DOTALL)[1]
     configs = shutil.copytree(ROOT / "configs", tmp_path / "configs")
-    (configs / "datasets/mine.yaml").write_text(content)
+    (configs / "datasets/mine.yaml").write_text(yaml_of("README.md"))
     (tmp_path / "folder").mkdir()
     numbers = [" ".join(str(number)) for number in range(1000, 1400)]
     (tmp_path / "folder/en.txt").write_text("".join(f"the number {n}\n" for n in numbers))
@@ -45,10 +50,8 @@ def test_text_of_ones_own(tmp_path):
 
 def test_settings_for_a_laptop(tmp_path):
     """The file of docs/start.md has what training needs, as multi30k.yaml has it."""
-    page = (ROOT / "docs/start.md").read_text(encoding="utf-8")
-    content = re.search(r"```yaml\n(# configs/datasets/mine.yaml.*?)```", page, re.DOTALL)[1]
     configs = shutil.copytree(ROOT / "configs", tmp_path / "configs")
-    (configs / "datasets/mine.yaml").write_text(content)
+    (configs / "datasets/mine.yaml").write_text(yaml_of("docs/start.md"))
     given = {"CONFIG_DIR": str(configs), "GPUS": "0", "DRY_RUN": "1", "FORECAST": "0"}
     shown = [
         recipe(tmp_path, "train", name, "moe", **given).stdout for name in ("mine", "multi30k")
