@@ -338,14 +338,14 @@ def test_evaluated_before_training(tuned, tmp_path):
     assert scored.returncode == 0, scored.stderr
     assert [path.name for path in (tmp_path / "runs/mine").iterdir()] == ["pretrained"]
     file = tmp_path / "runs/mine/pretrained/scores.json"
-    for changed in (False, True):
-        if changed:  # another model was prepared
+    for other in (False, True):
+        if other:  # another model was prepared
             content = json.loads(file.read_text()) | {"contents": {"pretrained.pt": "0ld"}}
             file.write_text(json.dumps(content))
         shown = step_here("table", "mine", cwd=folder, **settings).stdout
-        assert ("pretrained: pretrained.pt is another one than was scored" in shown) == changed
+        assert ("pretrained: pretrained.pt is another one than was scored" in shown) == other
         again = step_here("evaluate", "mine", "dense", cwd=folder, DRY_RUN="1", **settings)
-        assert again.returncode == 0 and ("/pretrained.pt" in again.stdout) == changed
+        assert again.returncode == 0 and ("/pretrained.pt" in again.stdout) == other
 
 
 def test_one_direction_from_random_weights_by_the_loss(tuned, nllb, tmp_path):
