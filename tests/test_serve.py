@@ -272,8 +272,8 @@ def test_numbers_for_prometheus(server):
 
 
 def test_a_reverse_proxy_and_a_line_for_each_request(tiny_run):
-    """Its name is allowed; other names are not."""
-    more = ("--allow-host", "Translate.example", "--access-log")
+    """Its name is allowed; other names are not, on an address of other machines, too."""
+    more = ("--host", "0.0.0.0", "--allow-host", "Translate.example", "--access-log")
     with Serving(tiny_run, *more) as server:
         for host, status in (("translate.example", 200), ("localhost", 200), ("evil.example", 403)):
             assert server.request("GET", "/health", None, {"Host": host})[0] == status

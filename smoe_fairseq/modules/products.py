@@ -54,7 +54,7 @@ def why_not_triton(device: torch.device, dtype: torch.dtype) -> str:
     if torch.cuda.get_device_capability(device) < OLDEST:
         return "our kernels need compute capability 7.5"
     if dtype == torch.float32 and torch.get_float32_matmul_precision() == "highest":
-        return "float32 is exact; --tf32 or half precision is faster"
+        return "float32 is exact; half precision is faster"
     if dtype not in TYPES:
         return f"our kernels do not know {str(dtype).removeprefix('torch.')}"
     return "" if kernels() is not None else "Triton is not installed"

@@ -10,6 +10,7 @@ import socket
 import sys
 import warnings
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 
@@ -61,11 +62,11 @@ def is_loopback(host: str) -> bool:
         return host.lower() == "localhost"
 
 
-def allowed_hosts(host: str) -> frozenset[str] | None:
-    """The names of a server on the loopback address; None for other addresses, which may have many names."""
-    if not is_loopback(host):
+def allowed_hosts(host: str, more: Iterable[str]) -> frozenset[str] | None:
+    """The names of a server; None, any, without ``more`` for an address that other machines reach."""
+    if not (more or is_loopback(host)):
         return None
-    return frozenset({"127.0.0.1", "::1", "localhost", host.lower()})
+    return frozenset({"127.0.0.1", "::1", "localhost", host.lower(), *more})
 
 
 HEADER_SECONDS = 10  # until the headers of a request must be complete
@@ -139,9 +140,8 @@ def serve(engine: Engine, args: Namespace, listener: socket.socket) -> None:
         access.addHandler(logging.StreamHandler())  # standard error
         access.propagate = False  # else other handlers may repeat it
     web = WebApp(engine, args.max_batch, args.max_queue, args.timeout)
-    hosts = allowed_hosts(args.host)
     config = uvicorn.Config(
-        web.asgi(None if hosts is None else hosts.union(args.allow_host)),
+        web.asgi(allowed_hosts(args.host, args.allow_host)),
         http=IdleTimeoutProtocol,
         loop="asyncio",
         ws="none",
