@@ -6,7 +6,7 @@
 # make matrix run the tests with other versions of torch and Python: docs/compatibility.md
 # make bench  measure speed and memory, also of other packages' layers: benchmarks/results/report.md
 # make gpu-check  check a GPU's results and speed, within 9 minutes: docs/performance.md
-# make setup  make the environment in .venv, as the other targets do if necessary
+# make setup  make the environment in .venv, as the other targets but matrix do if necessary
 # Variables: PYTHON (interpreter for .venv, 3.11 or later), JOBS (test processes),
 #   KEEP_TORCH=1 (.venv uses the torch and other packages of PYTHON),
 #   ONLY and PYTHONS (environments of the matrix, and its Pythons that are not in PATH),
