@@ -89,7 +89,8 @@ def test_directions_have_their_tokenizers(dry, monkeypatch):
         (
             {"sentences": 7, "beam": 2, "metric": "bleu", "every": 11, "patience": 3},
             {"validate-sentences": "7", "validate-beam": "2", "best-checkpoint-metric": "bleu"}
-            | {"validate-interval-updates": "11", "save-interval-updates": "11", "patience": "3"},
+            | {"validate-interval-updates": "11", "save-interval-updates": "11", "patience": "3"}
+            | {"validate-interval": "1000000"},
         ),
     ],
 )
