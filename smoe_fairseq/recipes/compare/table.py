@@ -257,7 +257,12 @@ def _notes(
     notes += state_notes(dataset, name)
     if result and not points:
         download = f"python -P -m smoe_fairseq.recipes tokenizer {scores.SPBLEU_TOKENIZER}"
-        rest = {scores.COMET: " --comet comet-score", scores.SPBLEU: f", after {download}"}
+        rest = {
+            scores.COMET: " --comet comet-score",
+            scores.SPBLEU: f", after {download}",
+            "TER": f", with `sacrebleu: {{metrics: [bleu, chrf, ter]}}` in {dataset.file}",
+            "chrF": f", with `sacrebleu: {{chrf-word-order: 0}}` in {dataset.file}",
+        }
         advice = again(dataset, name) + rest.get(metric, "")
         notes.append(f"{name}: was scored without {metric}: {advice}")
     elif missing:

@@ -207,7 +207,7 @@ def _options(cfg, ours: bool):
     for name, default in vars(GenerationConfig()).items():
         given = getattr(cfg.generation, name, default)
         if ours and given != default and name not in own and name not in _IGNORED:
-            flag, advice = flag_of(name), "DRY_RUN=1 prints its command"
+            flag, advice = flag_of(name), "--dry-run prints its command"
             raise UsageError(f"{flag}: only fairseq-generate's search has it; {advice}")
     seed = {} if cfg.common.seed is None else {"seed": cfg.common.seed}
     values = {name: getattr(cfg.generation, name) for name in own}
