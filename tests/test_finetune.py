@@ -229,7 +229,7 @@ def from_experts(prepared, tmp_path_factory) -> tuple[Path, dict[str, str]]:
     return folder, settings
 
 
-def test_a_run_with_experts(from_experts, prepared):
+def test_a_run_with_experts(from_experts, prepared, tmp_path):
     """Its model is fine-tuned by the method that trained it, scored before that, and no other's."""
     folder, settings = from_experts
     model = folder / "data/mine/bin/pretrained.pt"
@@ -242,6 +242,15 @@ def test_a_run_with_experts(from_experts, prepared):
     assert "upcycle" not in result.stdout
     for method, named in {"dense": "--moe-freq 0", "smoe-3-1": "--smoe-strata 3-1"}.items():
         refused(step_here("train", "mine", method, cwd=folder, **settings), named, "smoe-2-2")
+    record = json.loads((folder / "data/mine/bin/pretrained.json").read_text())
+    record["experts"]["moe-freq"] = record["options"]["moe_freq"] = 1
+    every = shutil.copytree(folder / "data/mine/bin", tmp_path / "data/mine/bin")
+    (every / "pretrained.json").write_text(
+        json.dumps(record)
+    )  # of a run with experts in every layer
+    given = settings | {"DATA_DIR": str(tmp_path / "data"), "DRY_RUN": "1"}
+    result = step_here("train", "mine", "smoe-2-2", cwd=folder, **given)
+    assert "--moe-freq 1 " in result.stdout, result.stderr
     scored = step_here("evaluate", "mine", "pretrained", cwd=folder, JOBS="1", **settings)
     assert scored.returncode == 0, scored.stderr
     read = folder / "runs/mine/pretrained/test/en-fr.txt"

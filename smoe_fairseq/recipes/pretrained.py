@@ -63,7 +63,9 @@ def with_pretrained(dataset: Dataset, binary: Path | None = None) -> Dataset:
         raise UsageError(
             f"{dataset.file}: `train.arch`: leave it out; the model is that of {record['source']}"
         )
-    train = {"arch": "smoe_transformer", **TRAIN, **record["train"], **dataset.train}
+    places = {} if record["experts"] == DENSE else record["experts"]  # which layers have experts
+    places = {name: freq for name, freq in places.items() if name.endswith("moe-freq")}
+    train = {"arch": "smoe_transformer", **TRAIN, **record["train"], **places, **dataset.train}
     return replace(
         dataset,
         start=record,
