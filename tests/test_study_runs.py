@@ -99,6 +99,11 @@ def test_the_curve_of_a_run(tmp_path, monkeypatch):
     assert numbers == [[10, 1000, 20], [15, 1000, 20], [25, 4000, 50]]
     assert [row["validation_nll"] for row in result.curve] == [None, 7.5, None]
     assert result.about["experts_per_token"] == pytest.approx((100 * 2 + 200 * 1.4) / 300, abs=1e-3)
+    elsewhere = load_dataset("multi30k", Settings({"RUN_DIR": "/away", "RESULTS_DIR": "results"}))
+    start = ["--finetune-from-model", "/away/multi30k/x.pt", "--max-update", "25"]
+    about = tmp_path / "results/multi30k/moe/run.json"  # of a run there, with its own text
+    about.write_text(json.dumps(result.about | {"flags": {start[0]: "runs/multi30k/x.pt"}}))
+    assert study_results.are_saved(elsewhere, "moe", start, 1)
     assert result.about["updates"] == 25 and result.about["versions"].keys() >= {"torch", "fairseq"}
 
 

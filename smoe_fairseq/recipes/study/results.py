@@ -59,8 +59,8 @@ def folder_of(dataset: Dataset) -> Path:
 
 def record_start(run: Path, variables: Mapping[str, str]) -> None:
     """Add this commit and machine to the run's starts; ``variables`` are the run's environment variables."""
-    start = {"commit": _commit(), "machine": _machine(variables)}
-    starts = _starts(run) if identity.is_saved(run) else []  # else it begins anew
+    start, starts = {"commit": _commit(), "machine": _machine(variables)}, _starts(run)
+    starts = starts if identity.is_saved(run) else []  # else it begins anew
     if start not in starts:
         write_whole(run / STARTS_FILE, json.dumps([*starts, start], indent=1) + "\n")
 
@@ -119,7 +119,7 @@ def are_saved(dataset: Dataset, name: str, words: Sequence[str], processes: int)
     limits = about.get("limits") or {"--max-update": str(about["updates"])}  # of older runs
     saved = {"method": method, "dictionary": about.get("dictionary"), "trained": limits}
     saved["flags"] = about.get("flags", {})
-    words = [*words, *started(dataset, words)]
+    words = [_anywhere(dataset, word) for word in [*words, *started(dataset, words)]]
     difference = identity.other_settings(saved, words, processes, data)
     if difference is None and (flags := scores.other_search(dataset, folder)):
         difference = f"was evaluated with {flags}"
@@ -131,14 +131,9 @@ def are_saved(dataset: Dataset, name: str, words: Sequence[str], processes: int)
 
 def save(dataset: Dataset, name: str, line: str) -> None:
     """Write the results of a run that ``line`` trained."""
-    folders = Folders(dataset)
-    run = folders.runs / name
+    run = Folders(dataset).runs / name
     own = identity.record(run)
-    flags = own.get("flags", {})
-    for folder, default in ((folders.data, "data"), (folders.runs, "runs")):
-        before, after = f"{folder}/", f"{default}/{dataset.name}/"  # the same on any machine
-        line = line.replace(before, after)
-        flags = {name: value.replace(before, after) for name, value in flags.items()}
+    flags = {name: _anywhere(dataset, value) for name, value in own.get("flags", {}).items()}
     log = run / "train.log"
     # An interruption repeats some updates: the last line counts.
     lines = training_log.read_lines(log)
@@ -153,7 +148,7 @@ def save(dataset: Dataset, name: str, line: str) -> None:
     validated = run / KEPT
     kept = re.findall(r"\| nll_loss (\S+)", read_text(validated)) if validated.exists() else []
     content = {
-        "command": line,
+        "command": _anywhere(dataset, line),
         "flags": flags,
         "dictionary": own.get("dictionary"),
         "vocabulary": vocab_size(dataset),
@@ -175,6 +170,13 @@ def save(dataset: Dataset, name: str, line: str) -> None:
         if routing is not None:
             (folder / ROUTING).write_text(json.dumps(routing, indent=1) + "\n", "utf-8")
         (folder / FILE).write_text(json.dumps(content, indent=2) + "\n", "utf-8")
+
+
+def _anywhere(dataset: Dataset, text: str) -> str:
+    """A text with the data set's folders as they are called by default: the same on any machine."""
+    for folder, default in ((Folders(dataset).data, "data"), (Folders(dataset).runs, "runs")):
+        text = text.replace(f"{folder}/", f"{default}/{dataset.name}/")
+    return text
 
 
 def _curve(logged: Mapping[int, dict[str, float]], validated: Iterable[dict]) -> list[dict]:
