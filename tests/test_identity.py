@@ -138,6 +138,17 @@ def test_a_run_that_is_trained_further_has_not_ended(run, started):
     assert not identity.differing([started]) and run("--max-update", "20", left=False) is None
 
 
+def test_a_checkpoint_that_is_restored_is_recorded_once_its_training_saves(run, started, tmp_path):
+    for name in ("first", "second"):
+        file = tmp_path / f"{name}.pt"
+        file.write_text(name)
+        assert run("--restore-file", str(file)) is None
+        assert not identity.began_with(started, file)
+        (started / "checkpoint_last.pt").write_text(f"after {name}")
+        assert identity.began_with(started, file) and run() is None
+    assert not identity.began_with(started, tmp_path / "first.pt")
+
+
 def test_flag_that_is_missing_is_refused(run, started):
     words = [word for word in WORDS if word != "--fp16"]
     assert "was started with --fp16, which is not given now" in run(words=words)
@@ -163,6 +174,45 @@ def test_other_numbers_of_processes_with_the_batch_kept(run, started):
     assert run("--update-freq", "1", processes=2) is None
     assert run("--update-freq", "1", "--max-tokens", "2667", processes=3) is None
     assert "= 16000" in run(processes=2)
+
+
+@pytest.mark.parametrize("sizes", [("5", "2"), ("33", "16"), ("1", "1")])
+def test_other_ranks_round_the_sentences_of_a_batch_of_tokens(run, started, sizes):
+    one, two = (["--batch-size", size] for size in sizes)
+    own = identity.of("moe", started.parents[2] / "bin", [*WORDS, *one], 1)
+    (started / identity.FILE).write_text(json.dumps(own))
+    assert run("--update-freq", "1", *two, processes=2) is None
+    assert "--batch-size" in run("--batch-size", "4")
+    (started / identity.FILE).write_text(json.dumps(own | {"flags": {}}))
+    assert "--max-tokens" in run("--update-freq", "1", *two, processes=2)
+
+
+def test_other_training_text_is_refused_where_it_is_recorded(run, started, tmp_path, capsys):
+    """Not another test set; runs of earlier versions do not say with which they began."""
+    record = tmp_path / "bin/preparation.json"
+    texts = {"train.en-fr.en": "1", "train.en-fr.fr": "2", "test.en-fr.fr": "3"}
+
+    def prepare(**changed: str) -> None:
+        content = texts | {name.replace("_", "."): value for name, value in changed.items()}
+        content = {name.replace("en.fr", "en-fr"): value for name, value in content.items()}
+        record.write_text(json.dumps({"settings": {}, "content": {"raw/": content}}))
+
+    prepare()
+    assert run() is None  # an earlier version's
+    (started / "checkpoint_last.pt").unlink()
+    assert run() is None
+    save(started)
+    for changed, differs in (({"test_en_fr_fr": "4"}, False), ({"train_en_fr_fr": "4"}, True)):
+        prepare(**changed)
+        sentence = run()
+        assert bool(sentence) == differs
+    assert "training text" in sentence and str(tmp_path / "bin") in sentence
+    assert run(force=True) is None and "training text" in capsys.readouterr().err
+    save(started)
+    (started / "checkpoint_last.pt").write_text("even more")
+    assert run() is None
+    record.unlink()
+    assert run() is None
 
 
 def test_run_that_has_saved_nothing_starts_anew(run, started):

@@ -2,6 +2,7 @@
 
 import gzip
 import http.server
+import json
 import os
 import shlex
 import shutil
@@ -23,6 +24,7 @@ from commands import (
 )
 from sampling import soak
 
+from smoe_fairseq.checkpoints.content import fingerprint
 from smoe_fairseq.recipes.commands import RECIPES
 
 ROOT = Path(__file__).parents[1]
@@ -216,6 +218,10 @@ def test_without_its_last_checkpoint_a_run_goes_on_from_the_newest(tmp_path, suf
             recipe(tmp_path, *words, **given).stdout.split("--restore-file ")[-1].split()[0]
         )
     assert lasts == ["checkpoint_last.pt", str(file)]
+    # The file that it began with may have been copied since without its times.
+    own = {"method": "moe", "dictionary": "", "flags": {}, "restored": fingerprint(file)}
+    (folder / "identity.json").write_text(json.dumps(own))
+    assert "--restore-file checkpoint_last.pt" in recipe(tmp_path, *words, **given).stdout
     last = folder / f"checkpoint_last{suffix}.pt"
     last.write_bytes(b"PK, and the rest is lost")
     os.utime(file, (1, 1))

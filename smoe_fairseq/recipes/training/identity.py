@@ -13,6 +13,7 @@ from smoe_fairseq.checkpoints.content import fingerprint
 from smoe_fairseq.errors import UsageError
 from smoe_fairseq.files import write_whole
 from smoe_fairseq.forms import IDENTITY, read_json
+from smoe_fairseq.recipes.folders import PREPARED
 from smoe_fairseq.recipes.pretrained import MODEL, STARTED
 from smoe_fairseq.recipes.processes import warn
 from smoe_fairseq.recipes.program_flags import flag_values, is_number
@@ -23,11 +24,14 @@ FILE = "identity.json"  # in the run's folder
 TIMEOUT_SECONDS = 60  # until other machines see the first one's file, which NFS may delay
 _joined: set[Path] = set()  # folders of runs that another machine started
 # Keys in the file.
-_RANKS = "ranks"  # for information
+_RANKS = "ranks"
+_TEXT = "text"  # a digest of the training text, if it is known
+_RESTORED = "restored"  # the fingerprint of --restore-file
 _TRAINED = "trained"  # the values of `_LIMITS` when training has ended
 _BEFORE = "before"  # the identity before --force-resume or a longer training changed it
 _SAVED = "saved"  # in `_BEFORE`: what the last checkpoint was
 _SIZES = tuple(f"--{name}" for name in SIZES)
+_WHOLE = "{} x --update-freq x processes ="  # the name of a size of all processes
 _PRECISION = {f"--{name}" for name in ("fp16", "bf16", "fp16-no-flatten-grads", *OTHERS)}
 _LIMITS = ("--max-update", "--max-epoch", "--patience")
 
@@ -103,14 +107,17 @@ def claim(
         saved = _read(file)
         if not (difference := _difference(saved, own, data)):
             unfinished, now = _is_unfinished(saved, flags), saved
-            if unfinished and _TRAINED in saved:  # until the longer training saves
+            if unfinished:
                 now = {name: value for name, value in saved.items() if name != _TRAINED}
-                now[_BEFORE] = {**saved, _SAVED: _last_save(folder)}
+                now |= {name: own[name] for name in {_RESTORED} & own.keys()}
+            if now != saved:  # once this training saves
+                now = {**now, _BEFORE: {**saved, _SAVED: _last_save(folder)}}
             if now != _read(file, begun=True):  # --force-resume ended before it saved
                 _write(file, now)
             return unfinished
         otherwise = "choose another --run-dir for a new run"
-        if _difference(saved, own | {"flags": saved["flags"]}, data):  # in method or dictionaries
+        fixed = own | {"flags": saved["flags"], _TEXT: None}
+        if _difference(saved, fixed, data):  # in method or dictionaries
             end = ", which --force-resume is not for" * force
             raise UsageError(f"{folder} {difference}{end}: {otherwise}")
         if not force:
@@ -130,8 +137,14 @@ def claim(
 
 def of(method: str, data: Path, words: Sequence[str], processes: int) -> dict:
     """The identity of a run by ``words``; the arguments are those of `claim`."""
-    flags = _with_whole_batch(fixed_flags(flag_values(words)), processes)
-    return {"method": method, "dictionary": _dictionary(data), "flags": flags, _RANKS: processes}
+    given = flag_values(words)
+    flags = _with_whole_batch(fixed_flags(given), processes)
+    own = {"method": method, "dictionary": _dictionary(data), "flags": flags, _RANKS: processes}
+    if text := _text(data):
+        own[_TEXT] = text
+    if (restored := Path(given.get("--restore-file", ""))).is_file():
+        own[_RESTORED] = fingerprint(restored)
+    return own
 
 
 def other_settings(saved: dict, words: Sequence[str], processes: int, data: Path) -> str | None:
@@ -258,7 +271,7 @@ def _with_whole_batch(flags: dict[str, str], processes: int) -> dict[str, str]:
     for name in _SIZES:
         if whole.get(name, "").isdecimal():
             size = int(whole.pop(name)) * int(frequency) * processes
-            whole[f"{name} x --update-freq x processes ="] = str(size)
+            whole[_WHOLE.format(name)] = str(size)
     return whole
 
 
@@ -269,6 +282,15 @@ def _dictionary(data: Path) -> str:
         digest.update(f"{file.relative_to(data)}\n".encode())
         digest.update(files.read_plain(file))
     return digest.hexdigest()
+
+
+def _text(data: Path) -> str | None:
+    """A digest of the training text that was prepared; None if that is not recorded."""
+    with suppress(UsageError, KeyError):
+        texts = read_json(data / PREPARED, {"content": {str: {str: str}}})["content"]["raw/"]
+        if own := sorted(each for each in texts.items() if each[0].startswith("train.")):
+            return hashlib.sha256(json.dumps(own).encode()).hexdigest()
+    return None
 
 
 def _write(file: Path, content: dict) -> None:
@@ -294,6 +316,11 @@ def _read(file: Path, begun: bool = False) -> dict:
     return before
 
 
+def began_with(folder: Path, restored: Path) -> bool:
+    """Whether a run has begun, or continued last, with a checkpoint that was given then."""
+    return record(folder).get(_RESTORED) == fingerprint(restored)
+
+
 def start_of(folder: Path) -> str | None:
     """The fingerprint of the pretrained model from which a run began; None if it began from none."""
     return record(folder).get("flags", {}).get(STARTED)
@@ -307,7 +334,14 @@ def _difference(saved: dict, own: dict, data: Path) -> str | None:
     elif saved["dictionary"] != own["dictionary"]:
         parts.append(f"with other dictionaries than those that are in {data} now")
     else:
+        if None not in (was := saved.get(_TEXT), now := own.get(_TEXT)) and was != now:
+            parts.append(f"with other training text than that in {data} now")
+        tokens, sentences = map(_WHOLE.format, _SIZES)
+        # Other ranks round how many sentences a batch of tokens may have.
+        is_rounded = tokens in own["flags"] and saved.get(_RANKS) != own.get(_RANKS)
         for name in {**own["flags"], **saved["flags"]}:
+            if name == sentences and is_rounded:
+                continue
             before, after = (identity["flags"].get(name) for identity in (saved, own))
             old, new = (f"{name} {value}".strip() for value in (before, after))
             if before is None:

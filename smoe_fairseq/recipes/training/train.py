@@ -116,13 +116,14 @@ def train(dataset: Dataset, method: str, flags: Sequence[str], force_resume: boo
 
 
 def _newer_than_restored(folder: Path, given: str | None) -> Path | None:
-    """The run's last checkpoint, if it was saved after the given file: by a run that began with that."""
+    """The run's last checkpoint, if a run that began with the given file, or one after it, saved that."""
     last = max(
         folder.glob("checkpoint_last*.pt"), key=lambda path: path.stat().st_mtime_ns, default=None
     )
     if given is None or last is None or not Path(given).is_file():
         return None
-    return last if last.stat().st_mtime_ns > Path(given).stat().st_mtime_ns else None
+    is_newer = last.stat().st_mtime_ns > Path(given).stat().st_mtime_ns
+    return last if is_newer or identity.began_with(folder, Path(given)) else None
 
 
 def _run_lines(
