@@ -103,6 +103,8 @@ PROGRAMS = ("task", "generate", "sacrebleu")
         ({"pairs": ["a-b"], "raw": {"parallel": {"valid": -1}}}, "raw.parallel.valid"),
         ({"pairs": ["a-b"], "statements": {"x": ["moe", "moe"]}}, "statements.x"),
         ({"pairs": ["a-b"], "generate": {"path": "x.pt"}}, "generate.path"),
+        ({"pairs": ["a-b"], "train": {"user-dir": "x"}}, "train.user-dir"),
+        ({"pairs": ["a-b"], "methods": {"moe": {"save-dir": "x"}}}, "methods.moe.save-dir"),
         ({"pairs": ["a-b"], "generate": {"lenpen": float("nan")}}, "generate.lenpen"),
         ({"pairs": ["a-b"], "train": {"lr": float("nan")}}, "train.lr"),
         ({"pairs": ["a-b"], "sacrebleu": {"width": -2}}, "sacrebleu.width"),
@@ -120,7 +122,7 @@ PROGRAMS = ("task", "generate", "sacrebleu")
         ({"pairs": ["a-b"], "raw": {"messages": {}}}, "raw.messages.layout"),
         ({"pairs": ["a-b"], "raw": {"archives": [{"size": 1}]}}, "raw.archives[0].url"),
     ],
-    ids=range(67),
+    ids=range(69),
 )
 def test_what_a_file_may_not_hold(configs, content, words):
     path = configs(content)

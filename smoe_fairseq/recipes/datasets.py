@@ -19,7 +19,7 @@ from smoe_fairseq.recipes.config_files import (
     method_file,
     read,
 )
-from smoe_fairseq.recipes.program_flags import RECIPE_FLAGS, Flags, flag_values
+from smoe_fairseq.recipes.program_flags import RECIPE_FLAGS, TRAIN_FLAGS, Flags, flag_values
 from smoe_fairseq.recipes.settings import Settings
 
 
@@ -227,8 +227,11 @@ def _check(merged: Mapping[str, Any], path: Path, configs: Path) -> None:
                 method_file(method, configs)
             except UsageError as error:
                 raise UsageError(f"{path}: `{key}`: {error}") from None
-    for key in RECIPE_FLAGS & merged["generate"].keys():
-        raise UsageError(f"{path}: `generate.{key}` is set by the recipe")
+    by_recipe = {"generate": RECIPE_FLAGS, "train": TRAIN_FLAGS}
+    by_recipe |= {f"methods.{method}": TRAIN_FLAGS for method in merged["methods"]}
+    for section, names in by_recipe.items():
+        for key in names & _section(merged, section).keys():
+            raise UsageError(f"{path}: `{section}.{key}` is set by the recipe")
     if merged.get("add-subwords") and not merged["new-languages"]:
         raise UsageError(f"{path}: `add-subwords`: expected it with `new-languages`")
 

@@ -55,6 +55,7 @@ RECIPE_FLAGS = {
     *("path", "results-path", "gen-subset", "num-shards", "shard-id"),
     *("source-lang", "target-lang", "langs", "lang-pairs"),
 }
+TRAIN_FLAGS = {"save-dir", "log-file", "user-dir"}  # and those of fairseq-train
 _OTHER_NAMES = {
     **{"-a": "--arch", "-s": "--source-lang", "-t": "--target-lang"},
     **{"--max-sentences": "--batch-size", "--learning-rate": "--lr"},
