@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from commands import PLUGIN, changed, refused, run
+from commands import PLUGIN, changed, refused, run, smoe
 from test_expert_parallel import checkpoint, flags, furthest, whole
 
 from smoe_fairseq.checkpoints.sets import Shards, same_bits
@@ -47,11 +47,7 @@ def call(*words) -> None:
 
 
 def refusal(*words) -> str:
-    with pytest.raises(SystemExit) as ended:
-        main([str(word) for word in words])
-    (sentence,) = str(ended.value).splitlines()
-    assert sentence.startswith("error: ")
-    return sentence
+    return refused(smoe(*words, check=False))
 
 
 def test_resharding_to_and_fro_changes_no_bit(resharded):

@@ -5,10 +5,13 @@ import signal
 import sys
 import tarfile
 from argparse import Namespace
+from functools import reduce
+from operator import getitem
 from pathlib import Path
 
 import pytest
 import torch
+from commands import changed
 from fairseq.data import Dictionary
 from fairseq.data.indexed_dataset import MMapIndexedDataset
 from torch.multiprocessing.spawn import ProcessExitedException
@@ -65,15 +68,13 @@ def recorded(tmp_path_factory) -> Path:
     return folder / "strata-4-4.pt"
 
 
-def changed(recorded: Path, tmp_path: Path, *keys, value) -> Path:
+def with_value(recorded: Path, tmp_path: Path, *keys, value) -> Path:
     """The checkpoint with another value under these keys."""
-    state = torch.load(recorded, weights_only=True)
-    part = state
-    for key in keys[:-1]:
-        part = part[key]
-    part[keys[-1]] = value
-    torch.save(state, tmp_path / "changed.pt")
-    return tmp_path / "changed.pt"
+
+    def change(state):
+        reduce(getitem, keys[:-1], state)[keys[-1]] = value
+
+    return changed(recorded, tmp_path / "changed.pt", change)
 
 
 WEIGHT = "encoder.layers.0.fc1.weight"
@@ -97,7 +98,7 @@ def test_settings_of_which_no_model_can_be_made(
     recorded, tmp_path, monkeypatch, keys, value, named
 ):
     """Before anything of those sizes is built; the sentence is about the file."""
-    path = changed(recorded, tmp_path, *keys, value=value)
+    path = with_value(recorded, tmp_path, *keys, value=value)
     words = ["translate", str(path), "--data", str(GOLDEN / "text")]
     monkeypatch.setattr(sys, "argv", ["smoe", *words])
     with pytest.raises(SystemExit) as error:
@@ -122,7 +123,7 @@ def test_a_file_that_the_settings_name_is_the_one_at_fault(tmp_path):
 )
 def test_options_that_are_not_those_of_the_weights(recorded, tmp_path, name, value, said):
     """They would be written into what is exported, if a list of so many layers ever ended."""
-    path = changed(recorded, tmp_path, "cfg", "model", name, value=value)
+    path = with_value(recorded, tmp_path, "cfg", "model", name, value=value)
     with pytest.raises(UsageError, match=f"{path}: .*{said} "):
         known_options(path, weights_of(path))
 
@@ -146,7 +147,7 @@ def test_a_dictionary_of_fewer_words_is_named(recorded, tmp_path):
     ],
 )
 def test_a_record_of_experts_that_is_damaged(recorded, tmp_path, key, value):
-    path = changed(recorded, tmp_path, "smoe_experts", key, value=value)
+    path = with_value(recorded, tmp_path, "smoe_experts", key, value=value)
     with pytest.raises(UsageError, match="changed.pt: its smoe_experts"):
         weights_of(path)
 

@@ -12,6 +12,7 @@ from commands import TINY, generation, refused, run
 from fairseq import checkpoint_utils, tasks
 from sampling import soak
 from test_compat import run_without
+from test_refused_types import saved
 
 from smoe_fairseq.compat.safe_load import MAX_ENTRIES, evaluate
 from smoe_fairseq.errors import UsageError
@@ -34,11 +35,6 @@ def run_by_model(state: dict, trace: Path) -> dict:
     """The checkpoint with an option of its model that is a program."""
     model = settings_of(state["cfg"]["model"]) | {"adaptive_softmax_cutoff": program(trace)}
     return {**state, "cfg": {**state["cfg"], "model": model}}
-
-
-def saved(state: dict, path: Path) -> Path:
-    torch.save(state, path)
-    return path
 
 
 # All modules of fairseq, and the evaluator that takes the place of eval

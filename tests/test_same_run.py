@@ -7,7 +7,10 @@ import sys
 import pytest
 from commands import preprocess
 from sampling import soak
+from test_dictionaries import data
 from test_lock import GLOO, SMALL
+
+assert data  # a fixture
 
 FLAGS = [*SMALL, *GLOO, "--max-update", "4"]
 
@@ -58,10 +61,5 @@ def test_other_data(ranks, raw_corpus, tmp_path, split):
     check_refusal(ranks, tmp_path, data, flags, [], f"the data of {split} ")
 
 
-def test_another_dictionary_of_the_same_size(ranks, raw_corpus, tmp_path):
-    data = [tmp_path / "data0", tmp_path / "data1"]
-    preprocess(raw_corpus, data[0], "--joined-dictionary")
-    entries = (data[0] / "dict.src.txt").read_text().splitlines()
-    (tmp_path / "dict.txt").write_text("\n".join(reversed(entries)) + "\n")
-    preprocess(raw_corpus, data[1], "--joined-dictionary", "--srcdict", tmp_path / "dict.txt")
+def test_another_dictionary_of_the_same_size(ranks, data, tmp_path):
     check_refusal(ranks, tmp_path, data, FLAGS, [], "the source dictionary ")

@@ -157,21 +157,21 @@ def test_what_a_program_refuses_is_told_with_file_and_setting(configs, words, se
     refused(step_here(*words.split(), cwd=folder, **given), f"{below}: `{setting}`")
 
 
-def test_a_list_of_an_unknown_flag_is_left_out(configs):
-    """It is the flag that is unknown, not a word of its list."""
-    train = TRAINED | {"dropoot": [0.1, 0.2]}
-    folder = configs({"pairs": ["en-fr"], "experts": 4, "train": train}).parent.parent
-    given = {"DRY_RUN": "1", "GPUS": "0", "FORECAST": "1", "CONFIG_DIR": str(folder)}
-    refused(step_here("train", "odd", "moe", cwd=folder.parent, **given), "`dropoot: false`")
-
-
-@pytest.mark.parametrize("setting", ["DRY_RUN=false", "FORECAST=no"])
-def test_a_switch_is_0_or_1(configs, setting):
-    """``DRY_RUN=false`` would print commands and train nothing."""
-    folder = configs({"pairs": ["en-fr"], "experts": 4, "train": TRAINED}).parent.parent
-    name, value = setting.split("=")
-    given = {"DRY_RUN": "1", "GPUS": "0", "CONFIG_DIR": str(folder), name: value}
-    refused(step_here("train", "odd", "moe", cwd=folder.parent, **given), setting)
+@pytest.mark.parametrize(
+    "train, switch, named",
+    [
+        # It is the flag that is unknown, not a word of its list.
+        ({"dropoot": [0.1, 0.2]}, {}, "`dropoot: false`"),
+        # It would print commands and train nothing.
+        ({}, {"DRY_RUN": "false"}, "DRY_RUN=false"),
+        ({}, {"FORECAST": "no"}, "FORECAST=no"),
+    ],
+)
+def test_what_training_refuses_before_it_begins(configs, train, switch, named):
+    content = {"pairs": ["en-fr"], "experts": 4, "train": TRAINED | train}
+    folder = configs(content).parent.parent
+    given = {"DRY_RUN": "1", "GPUS": "0", "FORECAST": "1", "CONFIG_DIR": str(folder), **switch}
+    refused(step_here("train", "odd", "moe", cwd=folder.parent, **given), named)
 
 
 @pytest.mark.parametrize(
