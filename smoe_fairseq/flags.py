@@ -5,7 +5,7 @@ import math
 import re
 import sys
 from argparse import ArgumentTypeError
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stderr
 
 from smoe_fairseq.errors import UsageError
@@ -19,6 +19,18 @@ def flag_of(name: str) -> str:
 def with_value(name: str, value) -> str:
     """The flag that sets an option to a value; True: a flag without a value."""
     return flag_of(name) if value is True else f"{flag_of(name)} {value}"
+
+
+def differing_flags(before: Mapping, now: Mapping) -> dict[str, str]:
+    """The flags that set the options of ``before``, where ``now`` has other values."""
+    differing = [name for name in before if (before[name] or None) != (now[name] or None)]
+    return {name: _as_flag(name, before[name]) for name in differing}
+
+
+def _as_flag(name: str, value) -> str:
+    """The flag that sets an option to a value."""
+    shown = ",".join(value) if isinstance(value, list) else value
+    return with_value(name, shown) if value else f"no {flag_of(name)}"
 
 
 def add_flag(parser, name: str, metavar: str | None, text: str, kind=None, default=None) -> None:

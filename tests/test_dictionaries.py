@@ -5,7 +5,7 @@ from argparse import Namespace
 from pathlib import Path
 
 import pytest
-from commands import changed, generation, preprocess, refused, run
+from commands import changed, generation, preprocess, refused, run, smoe
 from fairseq.data import Dictionary
 from sampling import soak
 from test_expert_parallel_checkpoints import call, refusal
@@ -63,9 +63,7 @@ def test_training(ranks, data, trained, tmp_path, given):
 
 def test_the_other_direction_of_a_joint_dictionary(data, trained, tmp_path):
     """All tensors fit, and nothing but the settings tells that the model does not know it."""
-    directed = {"source_lang": "src", "target_lang": "tgt"}  # as by -s src -t tgt in training
-    change = lambda state: state["cfg"]["task"].update(directed)  # noqa: E731
-    trained = changed(trained, tmp_path / "directed.pt", change)
+    trained = changed(trained, tmp_path / "directed.pt", directed("src", "tgt"))
     words = [*generation(data[0], trained), "--user-dir", PLUGIN]
     said = run("fairseq-generate", *words, "-s", "tgt", "-t", "src", check=False)
     refused(said, trained, "--source-lang src", "--target-lang tgt")
@@ -219,6 +217,39 @@ def test_a_flag_of_the_training_that_generation_lacks_is_named(data, several, fl
     }[flag]
     words = ["--user-dir", PLUGIN, "--path", several, "--cpu", "-s", "src", "-t", "tgt"]
     refused(run("fairseq-generate", data[0], *words, *given, check=False), several, flag)
+
+
+def directed(*languages: str):
+    given = dict(zip(("source_lang", "target_lang"), languages))
+    return lambda state: state["cfg"]["task"].update(given)
+
+
+def with_token(state) -> None:
+    vars(state["cfg"]["task"]).update(encoder_langtok="src", langtoks={"main": ("src", None)})
+
+
+@pytest.mark.parametrize(
+    "model, changes, flag",
+    [
+        ("trained", (directed("src", "tgt"), directed("tgt", "src")), "--source-lang tgt"),
+        ("several", (lambda state: None, with_token), "--encoder-langtok src"),
+    ],
+)
+def test_models_that_read_text_otherwise_have_no_mean(
+    data, tmp_path, request, model, changes, flag
+):
+    """Neither of their probabilities nor of their weights."""
+    path = request.getfixturevalue(model)
+    both = [changed(path, tmp_path / f"{n}.pt", change) for n, change in enumerate(changes)]
+    words = ("translate", *both, "--data", data[0])
+    languages = ("--from", "src", "--to", "tgt") if model == "several" else ()
+    refused(smoe(*words, *languages, check=False), both[1], flag)
+    words = [*generation(data[0], ":".join(map(str, both))), "--user-dir", PLUGIN]
+    words += [*SEVERAL, "--langs", "src,tgt"] if model == "several" else ()
+    said = run("fairseq-generate", *words, "-s", "src", "-t", "tgt", check=False)
+    refused(said, both[1], flag)
+    assert flag in refusal("average", *both, "--output", tmp_path / "mean.pt")
+    assert not (tmp_path / "mean.pt").exists()
 
 
 # Checksums of tasks of all kinds

@@ -14,6 +14,7 @@ from smoe_fairseq.checkpoints import reading, sets, trained_with
 from smoe_fairseq.checkpoints.content import MADE_OF, fingerprint
 from smoe_fairseq.compat.checkpoint_names import PENDING, files_read, rank_of, saved, set_name
 from smoe_fairseq.errors import UsageError
+from smoe_fairseq.translate.directions import other_flags
 
 # Suffix of step counts of --moe-balance bias and of gates that learn by counts.
 COUNTS = ".steps"
@@ -121,6 +122,7 @@ def _outline(state: Mapping) -> dict:
             f"the setting {n}": str(options[n]) for n in sorted(_SETTINGS) if n in options
         },
         "dictionaries": state.get(trained_with.DICTIONARIES),
+        "task": reading.saved_task(state)[0],
     }
 
 
@@ -138,6 +140,9 @@ def _check_alike(first_path: Path, first: dict, path: Path, other: dict) -> None
                 f"{path} differs from {first_path}: {name} is {actual or 'missing'}, not "
                 f"{expected or 'missing'}"
             )
+    if flags := other_flags(other["task"], first["task"]):
+        had = " ".join(flags.values())
+        raise UsageError(f"{path} differs from {first_path}: its training had {had}")
     dictionaries = [outline["dictionaries"] for outline in (first, other)]
     if None not in dictionaries and dictionaries[0] != dictionaries[1]:
         raise UsageError(f"{path} was trained with another dictionary than {first_path}")

@@ -6,12 +6,19 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from smoe_fairseq.checkpoints.reading import check_finite, check_plugins, content_of, values_of
+from smoe_fairseq.checkpoints.reading import (
+    check_finite,
+    check_plugins,
+    content_of,
+    saved_task,
+    values_of,
+)
 from smoe_fairseq.compat.replacing import replaces
 from smoe_fairseq.compat.safe_load import evaluate
 from smoe_fairseq.errors import UsageError
-from smoe_fairseq.flags import flag_of, with_value
+from smoe_fairseq.flags import differing_flags
 from smoe_fairseq.subwords import check_sum
+from smoe_fairseq.translate.directions import READING, other_flags
 
 # Checksums of the dictionaries are saved in a checkpoint and compared when it is loaded.
 #
@@ -100,9 +107,16 @@ def compare_when_loaded(original, *arguments, **options):
         for name in bound["filenames"]
     ]
     contents = [bound["state"] or content_of(path) for path in paths]
+    task = bound["task"]
+    current = saved_task(contents[0])[0] if task is None else task.cfg or task.args
+    messages = []
     for path, content in zip(paths, contents):
         check_plugins(path, content)
-    others = other_flags(contents[0], bound["task"])
+        if others := other_flags(saved_task(content)[0], current):
+            had = " ".join(others.values())
+            messages.append(f"{path}: its training had {had}; expected the same here")
+            if others.keys() & READING:
+                raise UsageError(messages[-1])
     overrides = bound["arg_overrides"] or {}
     # fairseq-validate overrides settings by all its flags; other commands by --model-overrides alone.
     if bound["task"] is None:
@@ -110,63 +124,16 @@ def compare_when_loaded(original, *arguments, **options):
     if contents[0]:
         saved = contents[0].get("cfg") or {"args": contents[0].get("args")}
         check_names(saved, overrides, "--model-overrides ")
-    message = f"{paths[0]}: its training had {' '.join(others.values())}; expected the same here"
-    if others.keys() & {*LANGUAGE_TOKENS, *_DIRECTION}:
-        raise UsageError(message)
     try:
         with as_loaded():
             models, config, task = original(*arguments, **options)
     except UsageError as error:
-        raise (UsageError(message) if others else error) from error
+        raise (UsageError(messages[0]) if messages else error) from error
     for path, content, model in zip(paths, contents, models):
         if mismatch := dictionary_mismatch(path, content, task):
             raise UsageError(mismatch)
         check_finite(path, model.named_parameters())
     return models, config, task
-
-
-# Task options that add a language's token to the text: with other values, a model silently translates badly.
-LANGUAGE_TOKENS = {
-    *("encoder_langtok", "decoder_langtok", "langtoks", "lang_tok_style"),
-    "lang_tok_replacing_bos_eos",
-}
-_DIRECTION = ("source_lang", "target_lang")
-
-
-def other_flags(content: Mapping, task) -> dict[str, str]:
-    """The flags of a checkpoint's task, by option, that differ from those of the command line's ``task``.
-
-    Empty if there is no task yet, or the checkpoint has none.
-    """
-    config = content.get("cfg")
-    saved = values_of(content.get("args") if config is None else config.get("task"))
-    current = values_of(getattr(task, "cfg", None) or getattr(task, "args", None))
-    if not saved or not current:
-        return {}
-    names = ("langs", *sorted(LANGUAGE_TOKENS))
-    before, now = (
-        {"task": each.get("_name") or each.get("task"), **{name: each.get(name) for name in names}}
-        for each in (saved, current)
-    )
-    flags = _differing(before, now)
-    if flags.keys() & {"encoder_langtok", "decoder_langtok"} or not saved.get("langtoks"):
-        flags.pop("langtoks", None)  # fairseq sets it by these
-    direction, asked = ([each.get(name) for name in _DIRECTION] for each in (saved, current))
-    if direction == asked[::-1] != asked:  # of a joint dictionary, all tensors would fit
-        flags |= {name: with_value(name, saved[name]) for name in _DIRECTION}
-    return flags
-
-
-def _differing(before: Mapping, now: Mapping) -> dict[str, str]:
-    """The flags that set the options of ``before``, where ``now`` has other values."""
-    differing = [name for name in before if (before[name] or None) != (now[name] or None)]
-    return {name: _as_flag(name, before[name]) for name in differing}
-
-
-def _as_flag(name: str, value) -> str:
-    """The flag that sets an option to a value."""
-    shown = ",".join(value) if isinstance(value, list) else value
-    return with_value(name, shown) if value else f"no {flag_of(name)}"
 
 
 _GROUPS = ("criterion", "optimizer", "lr_scheduler")
@@ -190,4 +157,6 @@ def flags_of_other_state(content: Mapping, config: Mapping) -> list[str]:
         | {n: values_of(each.get(g)).get(n) for g, names in _SWITCHES.items() for n in names}
         for each in both
     )
-    return [f for name, f in _differing(before, now).items() if before[name] or name not in _GROUPS]
+    return [
+        f for name, f in differing_flags(before, now).items() if before[name] or name not in _GROUPS
+    ]

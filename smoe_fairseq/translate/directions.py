@@ -1,4 +1,4 @@
-"""The directions of a trained model: which languages it translates from and to."""
+"""The directions of a trained model: which languages it translates from and to, and how it is told them."""
 
 import copy
 from argparse import Namespace
@@ -8,6 +8,7 @@ from pathlib import Path
 from fairseq.utils import split_paths
 
 from smoe_fairseq.errors import UsageError
+from smoe_fairseq.flags import differing_flags, with_value
 from smoe_fairseq.languages import meant
 
 MULTILINGUAL = "translation_multi_simple_epoch"
@@ -99,3 +100,37 @@ def task_for(task, source: str | None, target: str | None, request: str | None =
         for language in matches[0]:
             dictionaries.setdefault(language, task.source_dictionary)
     return task
+
+
+# Task options that add a language's token to the text: with other values, a model silently translates badly.
+LANGUAGE_TOKENS = {
+    *("encoder_langtok", "decoder_langtok", "langtoks", "lang_tok_style"),
+    "lang_tok_replacing_bos_eos",
+}
+_DIRECTION = ("source_lang", "target_lang")
+READING = {*LANGUAGE_TOKENS, *_DIRECTION}  # where all tensors fit that differ
+
+
+def other_flags(saved, current) -> dict[str, str]:
+    """The flags of a task's settings, by option, that differ from the ``current`` ones.
+
+    Empty if one of them is unknown.
+    """
+    saved, current = (
+        each if isinstance(each, Mapping) else getattr(each, "__dict__", {})
+        for each in (saved, current)
+    )
+    if not saved or not current:
+        return {}
+    names = ("langs", *sorted(LANGUAGE_TOKENS))
+    before, now = (
+        {"task": each.get("_name") or each.get("task"), **{name: each.get(name) for name in names}}
+        for each in (saved, current)
+    )
+    flags = differing_flags(before, now)
+    if flags.keys() & {"encoder_langtok", "decoder_langtok"} or not saved.get("langtoks"):
+        flags.pop("langtoks", None)  # fairseq sets it by these
+    direction, asked = ([each.get(name) for name in _DIRECTION] for each in (saved, current))
+    if direction == asked[::-1] != asked:  # of a joint dictionary, all tensors would fit
+        flags |= {name: with_value(name, saved[name]) for name in _DIRECTION}
+    return flags

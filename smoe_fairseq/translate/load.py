@@ -23,7 +23,14 @@ from smoe_fairseq.errors import UsageError, naming_file
 from smoe_fairseq.forms import choice
 from smoe_fairseq.modules.torch_features import without_default_device
 from smoe_fairseq.subwords import CODES, SubwordNMT, checked_subwords
-from smoe_fairseq.translate.directions import MULTILINGUAL, check_languages, task_for, task_name
+from smoe_fairseq.translate.directions import (
+    MULTILINGUAL,
+    READING,
+    check_languages,
+    other_flags,
+    task_for,
+    task_name,
+)
 from smoe_fairseq.translate.readout import Readout, Translation
 from smoe_fairseq.translate.text import BatchTranslator, Options, checked_texts
 
@@ -266,6 +273,10 @@ class Translator(TrainedModel):
             more = cls.of_run(other, checkpoint_file, data, source_lang, target_lang, **overrides)
             if (more.src_dict, more.tgt_dict) != (translator.src_dict, translator.tgt_dict):
                 raise UsageError(f"{other} has another dictionary than {first}; expected the same")
+            tasks = (each.task.cfg or each.task.args for each in (more, translator))
+            if (flags := other_flags(*tasks)).keys() & READING:
+                had = " ".join(flags.values())
+                raise UsageError(f"{other}: its training had {had}; expected that of {first}")
             translator.models.extend(more.models)
             limits = zip(translator.max_positions, more.max_positions, strict=True)
             translator.max_positions = tuple(map(min, limits))
