@@ -18,8 +18,11 @@ from test_family_training import member_flags
 from test_training import train as train_smoe
 
 from smoe_fairseq.checkpoints import average, sets
+from smoe_fairseq.checkpoints.content import fingerprint
+from smoe_fairseq.checkpoints.reading import made_of
 from smoe_fairseq.checkpoints.sets import Shards
 from smoe_fairseq.compat.checkpoint_names import rank_file
+from smoe_fairseq.models.options import SMoETransformerConfig
 from smoe_fairseq.recipes.folders import whole_checkpoint
 
 SAVED = (1, 2, 3, 4)  # updates
@@ -249,6 +252,8 @@ OTHERS = {  # by what the sentence names
     "more is (1,)": put("more", torch.ones(1)),
     "moe_top_k": lambda s: s["cfg"]["model"].update(moe_top_k=1),
     "moe_scores": lambda s: s["cfg"]["model"].update(moe_scores="sigmoid"),
+    "smoe_exit_bias": lambda s: s["cfg"]["model"].update(smoe_exit_bias=1.0),
+    "moe_gate_options": lambda s: s["cfg"]["model"].update(moe_gate_options="reach=2"),
     "dictionary": lambda s: s["smoe_dictionaries"]["source"].update(sha256="0"),
     f"{W1} has NaN": lambda s: s["model"][W1].view(-1)[3:4].fill_(float("inf")),
     "wide": put("wide", torch.ones(1).expand(10**13)),
@@ -301,6 +306,17 @@ def test_files_of_one_name_in_two_folders(run_of_one, tmp_path):
     call("average", run_of_one / names()[0], other, "--output", tmp_path / "mean.pt")
     models = [load(run_of_one / name)["model"] for name in names()[:2]]
     assert_is_mean(tmp_path / "mean.pt", models)
+    known = made_of(tmp_path / "mean.pt")
+    assert set(known.values()) == {fingerprint(path) for path in (run_of_one / names()[0], other)}
+
+
+def test_settings_of_training_alone_may_differ(run_of_one, tmp_path):
+    other = lambda state: state["cfg"]["model"].update(  # noqa: E731
+        dropout=0.5, moe_capacity_factor=1.0, freeze="encoder", max_target_positions=90
+    )
+    files = [run_of_one / names()[0], changed(run_of_one / names()[1], tmp_path / "o.pt", other)]
+    call("average", *files, "--output", tmp_path / "mean.pt")
+    assert {*average.TRAINING} < {*SMoETransformerConfig.names()}
 
 
 def test_what_cannot_be_written_is_known_before_the_work(run_of_one, tmp_path, monkeypatch):

@@ -14,19 +14,18 @@ from smoe_fairseq.checkpoints import reading, sets, trained_with
 from smoe_fairseq.checkpoints.content import MADE_OF, fingerprint
 from smoe_fairseq.compat.checkpoint_names import PENDING, files_read, rank_of, saved, set_name
 from smoe_fairseq.errors import UsageError
+from smoe_fairseq.models.options import SMoETransformerConfig
 from smoe_fairseq.translate.directions import other_flags
 
 # Suffix of step counts of --moe-balance bias and of gates that learn by counts.
 COUNTS = ".steps"
-# Settings that change what the same tensors compute; other settings change the tensors' shapes.
-_SETTINGS = (
-    *("encoder_attention_heads", "decoder_attention_heads", "activation_fn"),
-    *("encoder_normalize_before", "decoder_normalize_before"),
-    *("no_scale_embedding", "no_token_positional_embeddings"),
-    *("smoe_strata", "moe_gate", "moe_top_k", "moe_top_p", "moe_null_experts", "moe_bias_step"),
-    *("moe_copy_experts", "moe_constant_experts", "moe_scores"),
-    *("moe_gate_normalization", "moe_eval_capacity_factor", "smoe_norm", "moe_stacked"),
-)
+# Settings that change training, limits or the execution alone, and not what the same tensors compute.
+TRAINING = """dropout attention_dropout activation_dropout encoder_layerdrop decoder_layerdrop freeze
+    moe_threshold_step moe_balance_over smoe_capacity_budget moe_capacity_factor cmr_gate_drop
+    moe_second_expert_policy moe_dropout_per moe_gate_init_scale moe_output_init_scale moe_eom moe_fom
+    moe_gating_dropout moe_hash_table moe_hash_seed moe_execution expert_parallel checkpoint_activations
+    offload_activations min_params_to_wrap share_all_embeddings share_decoder_input_output_embed
+    max_source_positions max_target_positions""".split()
 KINDS = ("epoch", "update")
 
 
@@ -49,7 +48,8 @@ def average(paths: Sequence[Path], copies: bool = False) -> tuple[dict, list[Pat
     sums, owners, first, state, read = {}, {}, None, None, {}
     counted: dict[str, Path] = {}  # by fingerprint
     for path in tqdm(paths, "average", unit=" checkpoints"):
-        made = read[path.name] = fingerprint(path)
+        name = str(path) if path.name in read else path.name
+        made = read[name] = fingerprint(path)
         if made in counted and not copies:
             raise UsageError(f"{path} is a copy of {counted[made]}: it would count twice")
         if made in counted:
@@ -119,7 +119,9 @@ def _outline(state: Mapping) -> dict:
         "seed": common.get("seed"),
         "tensors": {n: f"{tuple(t.shape)} {t.dtype}" for n, t in state["model"].items()},
         "settings": {
-            f"the setting {n}": str(options[n]) for n in sorted(_SETTINGS) if n in options
+            f"the setting {name}": str(value)
+            for name, value in SMoETransformerConfig.select(options).items()
+            if name not in TRAINING
         },
         "dictionaries": state.get(trained_with.DICTIONARIES),
         "task": reading.saved_task(state)[0],
