@@ -132,6 +132,10 @@ def test_a_prefix_begins_every_translation(folder, text):  # noqa: F811
     words = ("--prefix", "1 2", "--max-len-a", 0, "--max-len-b", 1)
     _, said = translate(folder, "run", *WORDS, *words, text=text[0], check=False)
     assert "error: --prefix" in said and "--max-len-b" in said
+    long = " ".join("1" * 2000)  # of more tokens than the model's limit
+    words = ("--prefix", long, "--max-len-a", 1e308)
+    _, said = translate(folder, "run", *WORDS, *words, text=text[0], check=False)
+    assert "error: --prefix" in said and "1023 subwords" in said
 
 
 def test_line_by_line_each_line_is_answered_before_the_next(folder, text):  # noqa: F811

@@ -319,10 +319,13 @@ class BatchTranslator:
             order = sample["id"].tolist()
             own = prefixes and [prefixes[index] for index in order]
             prefix = readout.prefixes(options.prefix, [begins[index] for index in order], own)
-            most = int(options.max_len_a * lengths[batch].min() + options.max_len_b)
-            if prefix is not None and prefix.shape[1] > most:
-                limit = f"at most {most} subwords, the limit of --max-len-a and --max-len-b"
-                raise UsageError(f"--prefix {options.prefix!r}: expected {limit}")
+            if prefix is not None:
+                most = options.max_len_a * int(lengths[batch].min()) + options.max_len_b
+                most = int(min(most, *(each.max_decoder_positions() - 1 for each in self.models)))
+                if prefix.shape[1] > most:
+                    limits = "--max-len-a, --max-len-b and the model"
+                    expected = f"expected at most {most} subwords, the limit of {limits}"
+                    raise UsageError(f"--prefix {options.prefix!r:.60}: {expected}")
             sample, prefix = utils.apply_to_sample(
                 lambda x: x.to(self.translator.device), (sample, prefix)
             )
