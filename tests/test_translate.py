@@ -189,7 +189,7 @@ def test_lines_of_any_length(folder):
 
 def test_limits_of_a_translation_beyond_the_models(folder):
     words = ("run", "--from", "fr", "--to", "en", "--beam", "2")
-    far = ("--max-len-a", "1e300", "--max-len-b", 10**40)
+    far = ("--max-len-a", "1e308", "--max-len-b", 10**40)
     plain, _ = translate(folder, *words, "--max-len-b", 2000, text="1 2\n3 4 5\n")
     assert translate(folder, *words, *far, text="1 2\n3 4 5\n")[0] == plain
 
@@ -224,6 +224,7 @@ REFUSED = {  # by what the sentence names
     "--nbest 6": ("run", "--to", "fr", "--nbest", 6),
     "--device abacus": ("run", "--to", "fr", "--device", "abacus"),
     "--sampling-topk": ("run", "--to", "fr", "--sampling-topk", 3),
+    "--seed 3": ("run", "--to", "fr", "--seed", 3),
     "--shortlist none.npz": ("run", "--from", "en", "--to", "fr", "--shortlist", "none.npz"),
 }
 
@@ -259,7 +260,7 @@ def test_a_text_in_place_of_a_run_is_told_where_it_goes(folder, tmp_path):
     ("flag", "value"),
     [
         *(("--beam", "0"), ("--lenpen", "nan"), ("--max-len-b", "x"), ("--nbest", "0")),
-        *(("--lenpen", "1000"), ("--prefix", "\udcff")),
+        *(("--lenpen", "1000"), ("--prefix", "\udcff"), ("--sampling-topp", "0")),
     ],
 )
 def test_values_of_flags_that_are_none(flag, value):

@@ -57,6 +57,9 @@ def option(default, words: str, least: float = -math.inf, most: float = math.inf
     return field(default=default, metadata={"words": words, "limits": (least, most)})
 
 
+_OF_SAMPLING = ("sampling_topk", "sampling_topp", "seed")
+
+
 @dataclass(frozen=True)
 class SearchOptions:
     """How to search; names and defaults are those of fairseq's flags.
@@ -82,7 +85,7 @@ class SearchOptions:
     )
     sampling_topk: int = option(-1, "with --sampling: draw from the X most probable tokens", 1)
     sampling_topp: float = option(
-        -1.0, "with --sampling: draw from the fewest tokens whose probabilities sum to X", 0, 1
+        -1.0, "with --sampling: draw from the fewest tokens whose probabilities sum to X", 1e-9, 1
     )
     seed: int = option(1, "random seed of --sampling; a line's samples depend on no other line", 0)
 
@@ -93,13 +96,12 @@ class SearchOptions:
             if limits and each.type is not bool and value != each.default:
                 if fault := number_fault(value, each.type, *limits):
                     raise UsageError(f"{flag_of(each.name)} {value}: {fault}")
+                if each.name in _OF_SAMPLING and not self.sampling:
+                    raise UsageError(f"{flag_of(each.name)} {value}: expected it with --sampling")
         if not self.max_len_a and self.min_len > self.max_len_b:
             raise UsageError(f"--min-len {self.min_len}: above --max-len-b {self.max_len_b}")
         if self.sampling_topk > 0 and self.sampling_topp > 0:
             raise UsageError("--sampling-topk with --sampling-topp: expected one of them")
-        for flag, value in (("topk", self.sampling_topk), ("topp", self.sampling_topp)):
-            if value > 0 and not self.sampling:
-                raise UsageError(f"--sampling-{flag} {value}: expected it with --sampling")
 
 
 class BeamSearch:

@@ -209,7 +209,8 @@ def _options(cfg, ours: bool):
         if ours and given != default and name not in own and name not in _IGNORED:
             flag, advice = flag_of(name), "--dry-run prints its command"
             raise UsageError(f"{flag}: only fairseq-generate's search has it; {advice}")
-    seed = {} if cfg.common.seed is None else {"seed": cfg.common.seed}
+    has_seed = cfg.generation.sampling and cfg.common.seed is not None
+    seed = {"seed": cfg.common.seed} if has_seed else {}
     values = {name: getattr(cfg.generation, name) for name in own}
     return Options(**values | seed, divide_above=sys.maxsize)
 
