@@ -1,6 +1,7 @@
 """The choice among linear layers: by a clock that the layers move, remembered, and equal for any batch."""
 
 import json
+import threading
 
 import pytest
 import torch
@@ -60,6 +61,33 @@ def test_a_file_that_cannot_be_used(clock, content):
     if content is not None:
         found = json.loads(fastest.MEMORY.read_text())
         assert [each for key, each in found.items() if key.endswith(": 512x256")] == ["b"]
+
+
+def test_models_that_are_loaded_at_once_leave_torchs_threads(clock):
+    """The second one begins within the first, and ends after it."""
+    begun, ended, before, seen = threading.Event(), threading.Event(), torch.get_num_threads(), []
+
+    def kind(said: threading.Event, awaited: threading.Event):
+        return {"a": lambda *_: lambda x: (said.set(), awaited.wait(9)), "b": lambda *_: abs}
+
+    def load(number: int, *events: threading.Event) -> None:
+        fastest.fastest(kind(*events), torch.ones(512, 256 * number))
+        seen.append(torch.get_num_threads())
+
+    torch.set_num_threads(2)
+    try:
+        ready = threading.Event()
+        second = threading.Thread(target=lambda: ready.wait(9) and load(2, begun, ended))
+        second.start()
+        load(1, ready, begun)
+        ended.set()
+        second.join()
+        third = threading.Thread(target=lambda: seen.append(torch.get_num_threads()))
+        third.start()
+        third.join()
+        assert seen == [2, 2, 2]
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_a_row_of_a_plain_layer_does_not_depend_on_the_others():

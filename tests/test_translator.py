@@ -23,7 +23,8 @@ from smoe_fairseq.models import SMoETransformerModel
 from smoe_fairseq.translate.load import TrainedModel
 from smoe_fairseq.translate.readout import Hypothesis, Translation, joined
 from smoe_fairseq.translate.sentences import divide, split_sentences
-from smoe_fairseq.translate.text import BatchTranslator, in_threads
+from smoe_fairseq.translate.text import BatchTranslator
+from smoe_fairseq.translate.threads import in_threads
 
 SEARCH = {"beam": 2, "max_len_b": 10}  # as the recipe's evaluation was told
 

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from smoe_fairseq.errors import UsageError
 from smoe_fairseq.files import write_whole
+from smoe_fairseq.translate.threads import one_thread
 
 MEMORY = Path(
     os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "smoe-fairseq/products.json"
@@ -51,15 +52,13 @@ def fastest(kinds: Mapping[str, Callable], weight_OI: Tensor) -> str:
 def _measured(layers: Mapping[str, Callable[[Tensor], Tensor]], weight_OI: Tensor) -> str:
     x_NI = weight_OI.new_ones(_ROWS, weight_OI.shape[1])
     seconds = dict.fromkeys(layers, float("inf"))
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    for again in range(1 + _ROUNDS):
-        for name, layer in layers.items():
-            start = time.thread_time()
-            layer(x_NI)
-            if again:
-                seconds[name] = min(seconds[name], time.thread_time() - start)
-    torch.set_num_threads(threads)
+    with one_thread():
+        for again in range(1 + _ROUNDS):
+            for name, layer in layers.items():
+                start = time.thread_time()
+                layer(x_NI)
+                if again:
+                    seconds[name] = min(seconds[name], time.thread_time() - start)
     first, best = next(iter(layers)), min(seconds, key=seconds.get)
     return best if seconds[best] < _MARGIN * seconds[first] else first
 

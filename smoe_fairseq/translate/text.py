@@ -2,9 +2,7 @@
 
 import copy
 import itertools
-import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -26,6 +24,7 @@ from smoe_fairseq.translate.readout import Readout, Translation, encoded, joined
 from smoe_fairseq.translate.search import BeamSearch, SearchOptions, option
 from smoe_fairseq.translate.sentences import divide, split_sentences
 from smoe_fairseq.translate.shortlist import Shortlist
+from smoe_fairseq.translate.threads import in_threads
 
 
 def by_length(
@@ -61,56 +60,6 @@ def checked_texts(texts: Iterable) -> list[str]:
         if SURROGATE.search(text):
             raise UsageError(f"{text!r:.60} holds half of a surrogate pair, which is no character")
     return texts
-
-
-class _OneThread:
-    """torch computes on one thread while any caller is within, and as before when the last one leaves."""
-
-    def __init__(self):
-        self.lock, self.inside, self.before = threading.Lock(), 0, 1
-
-    def __enter__(self):
-        with self.lock:
-            self.before = self.before if self.inside else torch.get_num_threads()
-            self.inside += 1
-            torch.set_num_threads(1)
-
-    def __exit__(self, *_):
-        with self.lock:
-            self.inside -= 1
-            if not self.inside:
-                torch.set_num_threads(self.before)
-
-
-_one_thread = _OneThread()
-
-
-def in_threads(
-    function: Callable, items: Iterable, number: int, stop: Callable[[], None] | None = None
-) -> Iterator:
-    """The results of all items, in their order; ``number`` are computed at a time, each on one thread.
-
-    Small products gain little from several threads, and lose much on a busy machine.
-
-    Args:
-        number: 0: one at a time, on torch's threads.
-        stop: ends running computations when their results are no longer needed; not needed if ``number``
-            is 1.
-    """
-    if number == 0:
-        yield from map(function, items)
-        return
-    with _one_thread:
-        if number == 1:
-            yield from map(function, items)
-            return
-        with ThreadPoolExecutor(number) as pool:
-            try:
-                yield from pool.map(function, items)
-            except BaseException:
-                stop()
-                pool.shutdown(cancel_futures=True)
-                raise
 
 
 def device_of(name: str, int8: bool = False) -> torch.device:
