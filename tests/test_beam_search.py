@@ -9,6 +9,7 @@ from test_model import make_task, tiny
 
 from smoe_fairseq.errors import UsageError
 from smoe_fairseq.models.transformer import moe_blocks
+from smoe_fairseq.translate import packed
 from smoe_fairseq.translate.int8 import quantize
 from smoe_fairseq.translate.packed import PackedLinear, can_pack, pack
 from smoe_fairseq.translate.search import BeamSearch, SearchOptions, best_of_many
@@ -159,29 +160,31 @@ def test_the_best_of_many(size, number):
 
 
 @pytest.mark.skipif(not can_pack(), reason="this torch has no packed products")
-@pytest.mark.parametrize("min_weights", [0, None])
-def test_packed_weights_force_a_target_as_before(min_weights):
+@pytest.mark.parametrize("min_weights", [0, packed.MIN_WEIGHTS])
+def test_packed_weights_force_a_target_as_before(min_weights, monkeypatch):
     """No token sees later ones: `BatchTranslator` and the page read the requested capacity so."""
+    monkeypatch.setattr(packed, "MIN_WEIGHTS", min_weights)
     model = sharp("--smoe-strata", "2-2-2-2")
     inputs = batch(make_task(VOCABULARY))["net_input"]
     inputs["prev_output_tokens"] = inputs["src_tokens"].flip(1)
     with torch.no_grad():
         logits, extra = model(**inputs)
-        pack(model, min_weights=min_weights)
-        packed, of_packed = model(**inputs)
+        pack(model)
+        found, of_packed = model(**inputs)
     real = inputs["prev_output_tokens"].ne(1)
-    torch.testing.assert_close(packed[real], logits[real], atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(found[real], logits[real], atol=1e-4, rtol=1e-4)
     for want, got in zip(extra["moe_stats"], of_packed["moe_stats"], strict=True):
         assert torch.equal(want.requested_capacity, got.requested_capacity)
 
 
 @pytest.mark.skipif(not can_pack(), reason="this torch has no packed products")
 @pytest.mark.parametrize("system", some(SYSTEMS, "smoe", "dense", "cmr", "post-norm", "shared"))
-def test_packed_weights_translate_as_fairseq_does(system):
+def test_packed_weights_translate_as_fairseq_does(system, monkeypatch):
+    monkeypatch.setattr(packed, "MIN_WEIGHTS", 0)
 
     def prepare(model):
         for _ in range(2):  # a second time nothing is left to pack
-            pack(model, min_weights=0)
+            pack(model)
 
     model = sharp(*SYSTEMS[system].split())
     compare(model, make_task(96), prepare)

@@ -58,7 +58,7 @@ def test_levels_leave_room_for_the_largest_sums():
 
 
 @pytest.mark.parametrize("strata", ["8", "2-2-2-2"])
-def test_experts_are_linear_maps_one_after_the_other(strata):
+def test_experts_are_linear_maps_one_after_the_other(strata, everything):
     block = StratifiedMoE(24, 40, strata, top_k=2).eval()
     expected = [
         [Int8Linear(*each) for each in zip(*pair, strict=True)]
@@ -67,7 +67,7 @@ def test_experts_are_linear_maps_one_after_the_other(strata):
     model = torch.nn.Module()
     model.moe, model.other = block, torch.nn.Linear(3, 3)
     with torch.inference_mode():
-        quantize(model, min_weights=0)
+        quantize(model)
         run, weights = block.execution(block.experts), block.experts.weights()
         x_ND, sizes = torch.randn(22, 24), [0, 5, 0, 1, 10, 6, 0, 0]
         rows = x_ND.split(sizes)
@@ -84,11 +84,11 @@ def test_experts_are_linear_maps_one_after_the_other(strata):
     "system",
     some(SYSTEMS, "smoe", "dense", "cmr", "hash", "two matrices", "top-p", "shared", first=1),
 )
-def test_every_system_translates_nearly_as_before(system):
+def test_every_system_translates_nearly_as_before(system, everything):
     model, task = sharp(*SYSTEMS[system].split()), make_task(96)
     search, sample = BeamSearch(task.target_dictionary, SearchOptions(max_len_b=20)), batch(task)
     before = search.generate([model], sample)
-    quantize(model, min_weights=0)
+    quantize(model)
     after = search.generate([model], sample)
     pairs = [(a[0], b[0]) for a, b in zip(before, after, strict=True)]
     # In a random model, one expert chosen otherwise can change all tokens after it.

@@ -12,8 +12,8 @@ from test_beam_search import batch, sharp
 from test_model import make_task
 
 from smoe_fairseq.errors import UsageError
+from smoe_fairseq.translate import packed
 from smoe_fairseq.translate.make_shortlist import candidates
-from smoe_fairseq.translate.packed import can_pack, pack
 from smoe_fairseq.translate.search import BeamSearch, SearchOptions
 from smoe_fairseq.translate.shortlist import Shortlist
 
@@ -36,18 +36,19 @@ def test_candidates_are_those_with_the_greatest_dice_coefficient():
     assert sorted(counts[frequent], reverse=True) == sorted(counts, reverse=True)[:4]
 
 
-@pytest.mark.parametrize("packed", [False, True])
-def test_a_search_takes_tokens_of_the_list_alone(packed):
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_a_search_takes_tokens_of_the_list_alone(is_packed, monkeypatch):
     torch.manual_seed(3)
     model, task = sharp("--smoe-strata", "4-4"), make_task(96)
     size = len(task.target_dictionary)
     everything = BeamSearch(task.target_dictionary, SearchOptions(4, max_len_b=20)).generate(
         [model], batch(task)
     )
-    if packed:
-        if not can_pack():
+    if is_packed:
+        if not packed.can_pack():
             pytest.skip("this torch has no packed products")
-        pack(model, min_weights=0)
+        monkeypatch.setattr(packed, "MIN_WEIGHTS", 0)
+        packed.pack(model)
 
     def search(ids: list[int], **more) -> list:
         options = SearchOptions(4, max_len_b=20)

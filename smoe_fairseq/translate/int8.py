@@ -116,14 +116,11 @@ class Int8Linear(nn.Module):
         )
 
 
-def quantize(model: nn.Module, min_weights: int | None = None) -> None:
+def quantize(model: nn.Module) -> None:
     """Make a `SMoETransformerModel` compute in int8; it can no longer be trained or saved.
-
-    Args:
-        min_weights: see `pack`.
 
     Raises:
         UsageError: this CPU has no int8 products.
     """
     check_int8(next(model.parameters()).device)
-    pack(model, Int8Linear, min_weights)
+    pack(model, Int8Linear)

@@ -114,17 +114,14 @@ def concatenate(layers: Sequence[nn.Linear]) -> tuple[Tensor, Tensor]:
 
 
 @torch.no_grad()
-def pack(
-    model: nn.Module, linear: Callable = fastest_linear, min_weights: int | None = None
-) -> None:
+def pack(model: nn.Module, linear: Callable = fastest_linear) -> None:
     """Pack large weights of a `SMoETransformerModel`, which can no longer be trained or saved.
 
-    These are linear layers, experts and the output projection. A second call changes nothing. A model
-    of another type than float32 stays as it is, unless it is for int8.
+    These are linear layers, experts and the output projection, from `MIN_WEIGHTS` on. A second call
+    changes nothing. A model of another type than float32 stays as it is, unless it is for int8.
 
     Args:
         linear: creates the layer from a weight and a bias.
-        min_weights: smaller matrices are not packed; None: `MIN_WEIGHTS`.
 
     Raises:
         ValueError: the model has been packed by another ``linear``.
@@ -134,25 +131,24 @@ def pack(
     if linear is fastest_linear and any(p.dtype != torch.float32 for p in model.parameters()):
         return
     model.packed_by = linear
-    min_weights = MIN_WEIGHTS if min_weights is None else min_weights
     for attention in (each for each in model.modules() if isinstance(each, MultiheadAttention)):
         # Else fairseq would pass the weights to torch's attention instead of calling the projections.
         attention.skip_embed_dim_check = True
         projections = attention.q_proj, attention.k_proj, attention.v_proj
         if not attention.self_attention or not all(type(p) is nn.Linear for p in projections):
             continue
-        if 3 * attention.q_proj.weight.numel() >= min_weights:
+        if 3 * attention.q_proj.weight.numel() >= MIN_WEIGHTS:
             attention.qkv = linear(*concatenate(projections))  # for a step of the search
     for parent in list(model.modules()):
         for name, child in parent.named_children():
-            if isinstance(child, nn.Linear) and child.weight.numel() >= min_weights:
+            if isinstance(child, nn.Linear) and child.weight.numel() >= MIN_WEIGHTS:
                 setattr(parent, name, packed := linear(child.weight, child.bias))
                 # Often tied to the embeddings, which are kept anyway.
                 if name == "output_projection":
                     packed.weight_OI = child.weight.detach()
     for block in [each for each in model.modules() if isinstance(each, StratifiedMoE)]:
         experts = block.experts
-        if experts.w1.numel() and experts.w1[0].numel() >= min_weights:
+        if experts.w1.numel() and experts.w1[0].numel() >= MIN_WEIGHTS:
             pairs = ((experts.w1, experts.b1), (experts.w2, experts.b2))
             layers = [[linear(*each) for each in zip(*pair, strict=True)] for pair in pairs]
             block.execution = partial(PackedExperts, layers)
