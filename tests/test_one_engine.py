@@ -88,11 +88,6 @@ def test_fairseqs_own_options_use_fairseqs_search(model, text):
         model.translate(text, beams=3, **direction)
 
 
-def test_a_long_text_is_divided_as_by_the_command(model):
-    (found,) = model.translations(["1 2 is a number. " * 60], **GIVEN, divide_above=50)
-    assert found.parts > 1
-
-
 def test_threads_that_ask_for_other_languages_do_not_meet(model, text):
     """The direction belongs to the call."""
     translator = BatchTranslator(model, max_tokens=60)
