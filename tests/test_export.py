@@ -221,11 +221,17 @@ torch.save(x.detach(), sys.argv[4])
 """
 
 
-def test_modules_alone_run_the_blocks(small_corpus, mixed, tmp_path):
+@pytest.mark.parametrize("is_old", [False, True])
+def test_modules_alone_run_the_blocks(sparse, small_corpus, mixed, tmp_path, is_old):
     from fairseq import checkpoint_utils
 
     from smoe_fairseq.models.transformer import moe_blocks
 
+    if is_old:  # without the norm of the output that one stratum has now
+        options = {"smoe_strata": "8", "decoder_smoe_strata": "4-4", "smoe_norm": "released"}
+        mixed = untrained(sparse, tmp_path / "old.pt", small_corpus, **options)
+        gone = [f"encoder.layers.1.moe.layer_norms.1.{name}" for name in ("weight", "bias")]
+        changed(mixed, mixed, lambda state: [state["model"].pop(name) for name in gone])
     output = tmp_path / "model.safetensors"
     exported(mixed, output)
     x = torch.randn(3, 5, 48, generator=torch.Generator().manual_seed(2))

@@ -300,6 +300,33 @@ def test_options_of_the_transformer(trained, tmp_path, case):
     assert difference(path, folder) < 1e-5
 
 
+def test_a_short_limit_is_that_of_smoe_translate(trained, tmp_path):
+    path = link_text(tmp_path / "run") / "checkpoint_last.pt"
+    limit = lambda state: state["cfg"]["model"].update(max_target_positions=9)  # noqa: E731
+    changed(trained / "strata-4-4.pt", path, limit)
+    ours, model, tokenizer = both(path, export(path, tmp_path / "model"))
+    (found,) = ours.translations(TRANSLATED[0], min_len=99, max_len_b=99)
+    ids = tokenizer(TRANSLATED[0], return_tensors="pt")
+    tokens = model.generate(**ids, min_new_tokens=8)[0, 1:]  # without the first, which is given
+    assert len(tokens) == len(found.hypotheses[0].tokens) == 9
+
+
+def test_an_old_checkpoint_without_its_output_norm(trained, tmp_path):
+    """As it is exported now, and as it was, in a folder that is taken back too."""
+    path = link_text(tmp_path / "run") / "checkpoint_last.pt"
+    options = {"smoe_strata": "8", "decoder_smoe_strata": "4-4", "smoe_norm": "released"}
+    untrained(trained / "strata-4-4.pt", path, path.parent, **options)
+    gone = [f"encoder.layers.1.moe.layer_norms.1.{name}" for name in ("weight", "bias")]
+    changed(path, path, lambda state: [state["model"].pop(name) for name in gone])
+    folder = export(path, tmp_path / "model")
+    assert difference(path, folder) < 1e-5
+    config = json.loads((folder / "config.json").read_text())
+    config["moe_blocks"]["encoder.layers.1.moe"] |= {"norms": "released", "output_norm": False}
+    (folder / "config.json").write_text(json.dumps(config))
+    assert difference(path, folder) < 1e-5
+    call("import", folder, "--output", tmp_path / "back.pt")
+
+
 def link_text(folder: Path) -> Path:
     folder.mkdir()
     for file in TEXT.iterdir():

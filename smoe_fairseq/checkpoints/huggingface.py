@@ -76,7 +76,7 @@ def write_huggingface(run: Path, output: Path, force: bool, half: bool, data: Pa
     search |= {f"{n}_token_id": getattr(config, f"{n}_token_id") for n in ("bos", "eos", "pad")}
     search["decoder_start_token_id"] = config.decoder_start_token_id
     search["forced_eos_token_id"] = config.eos_token_id  # at the maximum length
-    search["max_length"] = min(search["max_length"], options["max_target_positions"])
+    search["max_length"] = min(search["max_length"], options["max_target_positions"] + 1)
     for part, module in getattr(config, "plugins", {}).items():
         print(f"{output}: its {part} is of {module}; import that before from_pretrained")
     with whole_folder(output, force, f"--output {output}") as partial:
@@ -143,11 +143,6 @@ def task_of(path: Path, state: Mapping, data: Path | None):
 def _config_of(options: Mapping, state: Mapping, task):
     from smoe_fairseq.huggingface import SMoEConfig  # imports transformers
 
-    moe = blocks(SMoETransformerConfig(**options))
-    for prefix, arguments in moe.items():
-        released = arguments["norms"] == "released" and arguments["strata"].isdigit()
-        if released and f"{prefix}.layer_norms.1.weight" not in state["model"]:
-            arguments["output_norm"] = False
     source, target = task.source_dictionary, task.target_dictionary
     criterion = values_of(values_of(state.get("cfg")).get("criterion") or state.get("args"))
     weights = {
@@ -161,7 +156,7 @@ def _config_of(options: Mapping, state: Mapping, task):
         label_smoothing=float(criterion.get("label_smoothing") or 0),
         vocab_size=len(target),
         source_vocab_size=len(source),
-        moe_blocks=moe,
+        moe_blocks=blocks(SMoETransformerConfig(**options), state["model"]),
         moe_losses=parse_weights(criterion.get("moe_losses") or ""),
         plugins=dict(state.get(PLUGINS, {})),
         bos_token_id=target.bos(),

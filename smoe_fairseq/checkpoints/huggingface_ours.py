@@ -58,19 +58,23 @@ def model(
     options = SMoETransformerConfig.select(config)
     # The weights include the table of a hash gate; a balanced one would need counts, which are lost.
     options["moe_hash_table"] = "random"
-    _check_blocks(folder / "config.json", config.get("moe_blocks") or {}, options)
+    _check_blocks(folder / "config.json", config.get("moe_blocks") or {}, options, weights)
     return options, weights
 
 
-def _check_blocks(file: Path, moe_blocks: dict[str, dict], options: dict) -> None:
+def _check_blocks(
+    file: Path, moe_blocks: dict[str, dict], options: dict, weights: Mapping[str, Tensor]
+) -> None:
     """Raise UsageError unless ``moe_blocks``, which transformers uses, agrees with the options."""
     with naming_file(file):
-        expected = blocks(SMoETransformerConfig(**options))
+        expected = blocks(SMoETransformerConfig(**options), weights)
     if moe_blocks.keys() != expected.keys():
         actual, implied = (", ".join(each) or "empty" for each in (moe_blocks, expected))
         raise UsageError(f"{file}: moe_blocks is {actual}; by the other options {implied}")
     for layer, block in expected.items():
         arguments = {name: block[name] for name in _SIDE_ARGUMENTS} | moe_blocks[layer]
+        if arguments.get("output_norm") is False:  # as `huggingface.layers.block_of`
+            arguments["norms"] = "paper"
         for name in {**block, **arguments}.keys() - _IRRELEVANT:
             value = arguments.get(name, getattr(MoEConfig, name, None))
             if value != block.get(name):

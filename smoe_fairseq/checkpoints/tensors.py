@@ -43,7 +43,7 @@ def write_safetensors(path: Path, output: Path, force: bool, half: bool) -> None
     tensors, tied = unique_tensors(state["model"])
     content = {
         "model": plain_config(options),
-        "blocks": blocks(SMoETransformerConfig(**options)),
+        "blocks": blocks(SMoETransformerConfig(**options), state["model"]),
         "tied": tied,
         "dictionaries": state.get("smoe_dictionaries", {}),
     }
@@ -56,10 +56,11 @@ def write_safetensors(path: Path, output: Path, force: bool, half: bool) -> None
         Path(config).write_text(json.dumps(content, indent=2) + "\n", "utf-8")
 
 
-def blocks(config: SMoETransformerConfig) -> dict[str, dict]:
+def blocks(config: SMoETransformerConfig, weights: Mapping[str, Tensor]) -> dict[str, dict]:
     """Arguments of the `StratifiedMoE` of each MoE layer, as plain data, by the prefix of its parameters.
 
-    A hash gate's ``hash_table`` is not included: it is ``PREFIX.gates.0.table`` of the weights.
+    A hash gate's ``hash_table`` is not included: it is ``PREFIX.gates.0.table`` of the weights. Where old
+    weights of one stratum lack the output norm of ``norms="released"``, these are the norms of the paper.
     """
     result = {}
     for side in SIDES:
@@ -68,6 +69,8 @@ def blocks(config: SMoETransformerConfig) -> dict[str, dict]:
             prefix = f"{side}.layers.{number * freq - 1}.moe"
             options |= {"activation_fn": str(config.activation_fn), "expert_parallel": False}
             sizes = {n: getattr(config, f"{side}_{n}") for n in ("embed_dim", "ffn_embed_dim")}
+            if options["strata"].isdigit() and f"{prefix}.layer_norms.1.weight" not in weights:
+                options["norms"] = "paper"
             result[prefix] = sizes | options
     return result
 
