@@ -212,6 +212,30 @@ def test_every_batch_counts_where_another_process_has_one_more(
         assert update == pytest.approx(wanted, rel=1e-3)
 
 
+def without_fairseqs_loss(arguments):
+    """``fairseq-train`` that fails if fairseq's criterion computes a loss, with log probabilities more."""
+    import sys
+
+    from fairseq.criterions.label_smoothed_cross_entropy import LabelSmoothedCrossEntropyCriterion
+    from fairseq_cli import train
+
+    del LabelSmoothedCrossEntropyCriterion.compute_loss
+    sys.argv = ["fairseq-train", *arguments]
+    train.cli_main()
+
+
+@pytest.mark.parametrize("backend", ["legacy_ddp", soak("pytorch_ddp")])
+def test_the_loss_is_that_of_one_process(ranks, small_corpus, tmp_path, backend):
+    found = []
+    for world_size, batches in ((1, 2), (2, 1)):
+        more = ["--ddp-backend", backend, "--batch-size", 5, "--update-freq", batches]
+        words = list(map(str, flags(small_corpus, tmp_path / f"{world_size}", *more)))
+        run = ranks.start(tmp_path, world_size, words, function=without_fairseqs_loss)
+        found.append(logged(run.finish()))
+    for update, wanted in zip(*found, strict=True):
+        assert update == pytest.approx(wanted, rel=1e-3)
+
+
 def logged(run) -> list[list[float]]:
     """Of each update what is alike however its batches are spread."""
     updates = map(json.loads, re.findall(r"train_inner \| (\{.*\})", run.output(0)))

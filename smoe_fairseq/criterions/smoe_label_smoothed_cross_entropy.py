@@ -260,9 +260,11 @@ class SMoELabelSmoothedCrossEntropyCriterion(LabelSmoothedCrossEntropyCriterion)
         """
         logits = net_output[0]
         target = model.get_targets(sample, net_output)
-        ours = isinstance(getattr(model, "module", model), SparseModel)
-        fits = logits.shape[:-1] == target.shape
-        if not ours or not reduce or self.ignore_prefix_size > 0 or not fits:
+        inner = model
+        while hasattr(inner, "module"):  # fairseq wraps it twice if there are several ranks
+            inner = inner.module
+        ours = isinstance(inner, SparseModel) and logits.shape[:-1] == target.shape
+        if not ours or not reduce or self.ignore_prefix_size > 0:
             return super().compute_loss(model, net_output, sample, reduce)
         return LabelSmoothedNLL.apply(
             logits.view(-1, logits.shape[-1]), target.view(-1), self.eps, self.padding_idx
