@@ -102,6 +102,19 @@ def test_the_bias_goes_on_once_per_update(ranks, small_corpus, tmp_path, more):
         assert steps == steps_of(content(other)["model"])
 
 
+@pytest.mark.parametrize("member", some(["bias", "relu", "threshold", "depths"], "bias"))
+def test_frozen_gates_do_not_learn_by_counts(ranks, small_corpus, tmp_path, member):
+    arguments = member_flags(member, small_corpus, tmp_path, "--freeze", "encoder")
+    ranks.train(tmp_path, 1, *arguments, one=True)
+    model = content(tmp_path)["model"]
+    steps = {
+        side: [t for n, t in model.items() if n.startswith(side) and n.endswith(".steps")]
+        for side in ("encoder", "decoder")
+    }
+    assert steps["encoder"] and not any(each.any() for each in steps["encoder"])
+    assert any(each.any() for each in steps["decoder"])
+
+
 @pytest.mark.parametrize(
     "member",
     some(["bias", "update", "hash", "base", "null", "simple", "relu", "threshold"], "bias"),

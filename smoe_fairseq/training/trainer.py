@@ -41,7 +41,7 @@ from smoe_fairseq.training.subword_sampling import sample_subwords
 
 
 def update_gates(model: nn.Module, logging_outputs: Iterable[Mapping]) -> None:
-    """Update the gates that learn from counts, after an optimizer step.
+    """Update the gates that learn from counts, after an optimizer step, except for those of frozen blocks.
 
     Args:
         logging_outputs: of all ranks, on the host, so that the gates stay equal on all ranks.
@@ -49,7 +49,8 @@ def update_gates(model: nn.Module, logging_outputs: Iterable[Mapping]) -> None:
     logs, observed = list(logging_outputs), {}
     for name, block in transformer.moe_blocks(model).items():
         key = f"{transformer.OBSERVED}{name}"
-        if counts := [log[key] for log in logs if key in log]:
+        counts = [log[key] for log in logs if key in log]
+        if counts and any(parameter.requires_grad for parameter in block.parameters()):
             observed[block] = torch.as_tensor(sum(counts), device=block.stratum_of_expert.device)
     for block, observed_LN in observed.items():
         if block.gates[0].shares_counts:
