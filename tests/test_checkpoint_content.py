@@ -64,6 +64,13 @@ OTHER_KINDS = {
 }
 
 
+def test_a_gate_may_save_truth_values(sparse, tmp_path):
+    """A buffer of a plugin's gate, such as a mask."""
+    mask = {"encoder.layers.1.moe.gates.0.allowed": torch.ones(4, dtype=torch.bool)}
+    changed(sparse, file := tmp_path / "checkpoint.pt", lambda state: state["model"].update(mask))
+    assert mask.keys() <= checkpoint_utils.load_checkpoint_to_cpu(str(file))["model"].keys()
+
+
 def saved(content, **options):
     """Another content of the whole file."""
     return lambda file, _: torch.save(content, file, **options)

@@ -32,8 +32,8 @@ _REFUSED = re.compile(
 # torch's RuntimeErrors for damaged content. All others are about the system or memory.
 _DAMAGE = ("failed reading zip archive", "hasRecord", "mmap can only be used", "magic number")
 _MAX_SHOWN = 100  # characters of a type's name, or of an error
-_TENSOR = re.compile(r"\w+ torch\.strided torch\.(b?float|u?int)\d+\w* (?!meta)\S+")
-_REAL = (".weight", ".bias", ".w1", ".w2", ".b1", ".b2")  # only other tensors can be integers
+_TENSOR = re.compile(r"\w+ torch\.strided torch\.(b?float\w+|u?int\w+|bool) (?!meta)\S+")
+_REAL = (".weight", ".bias", ".w1", ".w2", ".b1", ".b2")  # other tensors may be integers or bool
 forms = load("smoe_fairseq.forms")  # an installed older copy of startup.py does not load it
 _WHOLE = forms.Number(0, whole=True)
 _CHECKPOINT = {
@@ -112,7 +112,7 @@ def check_content(path: Path | str, state, has_config: bool = True) -> None:
     for name, tensor in () if message else state["model"].items():
         parts = [str(getattr(tensor, part, "")) for part in ("layout", "dtype", "device")]
         kind = " ".join([type(tensor).__name__, *parts]).strip()
-        if not _TENSOR.fullmatch(kind) or "int" in kind and name.endswith(_REAL):
+        if not _TENSOR.fullmatch(kind) or "float" not in kind and name.endswith(_REAL):
             message = (
                 f"model.{name[:_MAX_SHOWN]} is {kind}; expected a dense tensor of real numbers"
             )
