@@ -235,6 +235,15 @@ def test_an_overflow_of_one_expert_skips_the_update_everywhere(ranks, small_corp
     assert all(value.isfinite().all() for value in whole(tmp_path).values())
 
 
+def test_only_the_embeddings_train(ranks, small_corpus, tmp_path):
+    """No rank has an expert with a gradient."""
+    same = ["--freeze", "encoder,decoder", "--clip-norm", 0.5, "--update-freq", 1]
+    for name, more in (("replicated", []), ("sharded", ["--expert-parallel"])):
+        ranks.train(tmp_path, 2, *flags(small_corpus, tmp_path / name, *same, *more))
+    one, two = (whole(tmp_path / name) for name in ("replicated", "sharded"))
+    assert furthest(one, two) < 1e-5
+
+
 REFUSED = {
     "--ddp-backend pytorch_ddp": "legacy_ddp",
     "--ddp-backend fully_sharded": "legacy_ddp",

@@ -85,7 +85,8 @@ class Reduction:
         self.bucket_of = {p: i for i, bucket in enumerate(self.buckets) for p in bucket}
         self.expected: Counter | None = None  # parts of each gradient, once they were counted
         self._begin()
-        if not self.experts and not isinstance(wrapper.module, FairseqMultiModel):
+        sharded = any(hasattr(p, "expert") for p in wrapper.module.parameters())
+        if not sharded and not isinstance(wrapper.module, FairseqMultiModel):
             for parameter in shared:
                 parameter.register_post_accumulate_grad_hook(self._arrived)
 

@@ -410,6 +410,8 @@ class SMoETrainer(Trainer):
             for parameter in experts.parameters()
             if parameter.requires_grad
         ]
+        if not placements:  # --freeze
+            return super().clip_grad_norm(clip_norm)
         return self.optimizer.clip_grad_norm(clip_norm, aggregate_norm_fn=ExpertNorm(placements))
 
     def _log_oom(self, exc):
