@@ -222,7 +222,8 @@ def test_gradients_of_several_processes_are_gathered_in_a_buffer():
 def test_activations_grow_with_tokens_and_shrink_with_checkpoints():
     one, two = (foretell("--max-tokens", n).activations for n in ("64", "128"))
     assert two == pytest.approx(2 * one, rel=0.01)
-    assert foretell("--checkpoint-activations").activations < one / 2
+    for flag in ("--checkpoint-activations", "--offload-activations"):
+        assert foretell(flag).activations < one / 2
     words = [*TINY, "--max-tokens", "64", "--attention-dropout", "0.1", "--cpu"]
     short, long = (forecast(run_of(words, VOCABULARY, 1, length)) for length in (8, 64))
     assert long.activations > short.activations  # attention of all to all

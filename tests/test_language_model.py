@@ -44,6 +44,11 @@ def make_sample(tokens):
     return {"net_input": net_input, "target": target, "ntokens": int(target.ne(PAD).sum())}
 
 
+def test_offloaded_activations_are_checkpointed():
+    layers = tiny_lm("--offload-activations").decoder.layers
+    assert all(hasattr(layer, "precheckpoint_forward") for layer in layers)
+
+
 @pytest.mark.parametrize("strata", ["4-4", "2-1-3"])
 def test_outputs_and_loss_are_those_of_plain_loops(strata):
     sizes = "--decoder-embed-dim 16 --decoder-ffn-embed-dim 12 --decoder-attention-heads 2".split()

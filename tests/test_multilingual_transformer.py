@@ -157,11 +157,24 @@ def test_two_processes_equal_one(ranks, three_languages, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "more", ["--moe-balance-over update", "--moe-balance bias", "--expert-parallel"]
+    "more",
+    [
+        *("--moe-balance-over update", "--moe-balance bias", "--expert-parallel"),
+        "--freeze encodr",
+    ],
 )
 def test_what_does_not_go_together_is_one_sentence(three_languages, more):
     with pytest.raises(UsageError, match=more):
         built(flags(three_languages, "none", *more.split()))
+
+
+def test_frozen_parts_and_offloaded_activations(three_languages):
+    more = ("--freeze", "encoder,embeddings", "--offload-activations")
+    _, model = built(flags(three_languages, "none", *more))
+    trained = {name for name, each in model.named_parameters() if each.requires_grad}
+    layers = [layer for part in model.models.values() for layer in part.decoder.layers]
+    assert trained and all(".decoder.layer" in name for name in trained)
+    assert all(hasattr(layer, "precheckpoint_forward") for layer in layers)
 
 
 def test_another_model_on_its_task_is_refused(three_languages, tmp_path):

@@ -80,17 +80,22 @@ def config_faults(config: DecoderOptions) -> Iterator[str]:
 
 def translation_faults(config: SMoETransformerConfig, task) -> Iterator[str]:
     """As `config_faults`, where embeddings of different words would be shared, or no part be trained."""
-    parts = {"embeddings", *config.SIDES}
-    if not config.frozen < parts:
-        yield f"--freeze {config.freeze}: expected one or two of {', '.join(sorted(parts))}"
+    yield from _freeze_faults(config)
     if config.share_all_embeddings and task.source_dictionary != task.target_dictionary:
         yield "--share-all-embeddings: expected --joined-dictionary data, or --no-share-all-embeddings"
     if getattr(getattr(task, "args", None), "enable_lang_ids", False):
         yield "--enable-lang-ids: the encoder takes language tokens, but no language ids"
 
 
+def _freeze_faults(config: SMoETransformerConfig) -> Iterator[str]:
+    parts = {"embeddings", *config.SIDES}
+    if not config.frozen < parts:
+        yield f"--freeze {config.freeze}: expected one or two of {', '.join(sorted(parts))}"
+
+
 def language_pair_faults(config: SMoEMultilingualTransformerConfig, task) -> Iterator[str]:
     """As `config_faults`, where a model per language pair does not fit the task or an option."""
+    yield from _freeze_faults(config)
     pairs = getattr(task, "model_lang_pairs", None)
     if pairs is None:
         yield "--arch smoe_multilingual_transformer: expected it with --task multilingual_translation"

@@ -291,7 +291,7 @@ def _per_token(run: Run) -> tuple[float, float, float, float]:
     the joined maps of queries, keys and values, which are kept, too; they do not depend on the tokens.
     """
     b, on_cpu = run.bytes, run.flags.cpu
-    checkpoints = run.flags.checkpoint_activations
+    checkpoints = run.flags.checkpoint_activations or run.flags.offload_activations
     mask = (b if on_cpu else 1) / b  # of dropout, per number
     kept, maps, largest = 0.0, 0.0, 0.0
     for layer in run.model.modules():

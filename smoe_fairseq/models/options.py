@@ -212,7 +212,10 @@ class DecoderOptions(MoEOptions):
         """From fairseq's config, which may contain other options; missing ones get their defaults."""
         is_config = OmegaConf.is_config(cfg)
         values = OmegaConf.to_container(cfg, resolve=True) if is_config else vars(cfg)
-        return cls(**cls.select(values))
+        config = cls(**cls.select(values))
+        # As fairseq does for its translation models alone.
+        config.checkpoint_activations |= config.offload_activations
+        return config
 
     @classmethod
     def select(cls, values: Mapping) -> dict:

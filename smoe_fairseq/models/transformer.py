@@ -192,6 +192,15 @@ def with_experts(config: DecoderOptions, source: Dictionary, target: Dictionary)
     return transformer
 
 
+def freeze(model: nn.Module, parts: frozenset[str]) -> nn.Module:
+    """The model, whose "embeddings", "encoder" or "decoder" (``parts``) are no longer trained."""
+    for name, parameter in model.named_parameters():
+        tied = "embed_tokens" in name or "output_projection" in name
+        if not parts.isdisjoint(["embeddings"] if tied else name.split(".")):
+            parameter.requires_grad_(False)
+    return model
+
+
 @register_model("smoe_transformer", dataclass=SMoETransformerConfig)
 class SMoETransformerModel(SparseModel, TransformerModelBase):
     """Encoder-decoder in which every ``--moe-freq``-th layer is a stratified mixture of experts.
@@ -207,12 +216,7 @@ class SMoETransformerModel(SparseModel, TransformerModelBase):
     @classmethod
     def of_config(cls, config, task):
         transformer = with_experts(config, task.source_dictionary, task.target_dictionary)
-        model = super(SparseModel, cls).build_model(transformer, task)
-        for name, parameter in model.named_parameters():
-            tied = "embed_tokens" in name or "output_projection" in name
-            if ("embeddings" if tied else name.partition(".")[0]) in config.frozen:
-                parameter.requires_grad_(False)
-        return model
+        return freeze(super(SparseModel, cls).build_model(transformer, task), config.frozen)
 
     @classmethod
     def build_encoder(cls, cfg, src_dict, embed_tokens):

@@ -26,6 +26,7 @@ from smoe_fairseq.models.transformer import (
     SMoETransformerDecoder,
     SMoETransformerEncoder,
     SparseModel,
+    freeze,
     with_experts,
 )
 from smoe_fairseq.translate.directions import task_name
@@ -99,7 +100,7 @@ class SMoEMultilingualTransformerModel(SparseModel, MultilingualTransformerModel
             OrderedDict((pair, getattr(model, side)) for pair, model in pairs.items())
             for side in config.SIDES
         )
-        return cls(encoders, decoders)
+        return freeze(cls(encoders, decoders), config.frozen)
 
     @classmethod
     def _get_module_class(cls, is_encoder, args, lang_dict, embed_tokens, langs):
