@@ -136,14 +136,16 @@ def test_a_flag_that_cannot_be_parsed_is_named(monkeypatch, capsys, given, named
         soak("[1]", "[1]"),
     ],
 )
-def test_overrides_that_change_nothing_are_named(corpus, post_norm, given, named):
-    words = [*generation(corpus, post_norm), "--user-dir", PLUGIN, "--model-overrides", given]
+def test_overrides_that_change_nothing_are_named(corpus, post_norm, sparse, given, named):
+    model = sparse if named == "moe_top_p" else post_norm
+    words = [*generation(corpus, model), "--user-dir", PLUGIN, "--model-overrides", given]
     refused(run("fairseq-generate", *words, check=False), f"--model-overrides {named}")
     if named == "smoe_exit_bais":
         words = ["--path", post_norm, *words[words.index("--cpu") :], "--max-tokens", 300]
         refused(run("fairseq-validate", corpus, *words, check=False), f"--model-overrides {named}")
 
 
+        ("{'moe_top_p': 0.5}", "moe_top_p"),
 def test_dropout_that_would_be_retained_in_part_is_refused(small_corpus, sparse):
     words = [*generation(small_corpus, sparse), "--user-dir", PLUGIN, "--retain-dropout"]
     refused(run("fairseq-generate", *words, check=False), "--retain-dropout: ")

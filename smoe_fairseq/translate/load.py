@@ -21,6 +21,8 @@ from torch.overrides import TorchFunctionMode
 
 from smoe_fairseq.errors import UsageError, naming_file
 from smoe_fairseq.forms import choice
+from smoe_fairseq.modules.config import MoEConfig, without_effect
+from smoe_fairseq.modules.strata import OptionError
 from smoe_fairseq.modules.torch_features import without_default_device
 from smoe_fairseq.subwords import CODES, SubwordNMT, checked_subwords
 from smoe_fairseq.translate.directions import (
@@ -214,19 +216,30 @@ class TrainedModel(GeneratorHubInterface):
 
 
 def check_names(config: Mapping, overrides: Mapping, flag: str = "") -> None:
-    """Raise UsageError for unknown settings, which fairseq ignores silently; ``flag`` starts the message."""
-    known = {name for part in config.values() if part is not None for name in _names_of(part)}
+    """Raise UsageError for settings that change nothing; ``flag`` starts the message.
+
+    They are unknown, which fairseq ignores silently, or without effect beside the others of the model.
+    """
+    parts = [_settings_of(part) for part in config.values()]
+    known = {name: part for part in parts for name in part.keys()}
     for name in overrides:
         if name not in known:
             raise UsageError(
                 f"{flag}{name}: unknown setting; expected one of the checkpoint's config"
             )
+    flags = MoEConfig.flags()
+    options = {name: getattr(MoEConfig, name) for name in flags}
+    options |= {name: known[option][option] for name, option in flags.items() if option in known}
+    options |= {n: overrides[option] for n, option in flags.items() if option in overrides}
+    for name, sentence in without_effect(options).items():
+        if flags[name] in overrides:
+            raise UsageError(f"{flag}{OptionError(sentence).named(flags)}")
 
 
-def _names_of(part) -> Iterable[str]:
+def _settings_of(part) -> Mapping:
     if isinstance(part, Namespace):
         return vars(part)
-    return part.keys() if isinstance(part, Mapping) else ()
+    return part if isinstance(part, Mapping) else {}
 
 
 # Tasks whose models `Translator` does not load, and what to use instead.
@@ -307,7 +320,7 @@ class Translator(TrainedModel):
             )[0]
         direction = {"source_lang": source_lang, "target_lang": target_lang}
         if verbose or options.keys() - self._defaults().keys():
-            known = set(_names_of(self.cfg.generation))
+            known = set(_settings_of(self.cfg.generation))
             self._check_options(
                 options, known - {"constraints"}
             )  # of the lines of fairseq-interactive

@@ -182,7 +182,7 @@ class Model:
         try:
             translator = Translator.of_run(cfg.common_eval.path, data=data, **overrides)
         except UsageError as error:
-            is_named = str(error).startswith(tuple(f"{name}: " for name in overrides))
+            is_named = str(error).startswith(tuple(overrides))
             raise (UsageError(f"--model-overrides {error}") if is_named else error) from None
         translator.cfg.generation = cfg.generation  # for models that use fairseq's search
         if cfg.common.fp16:
