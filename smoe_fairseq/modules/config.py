@@ -27,7 +27,6 @@ TRAINING, EVALUATION, INFERENCE = "fused, training", "fused, evaluation", "infer
 ALL = frozenset({TRAINING, EVALUATION, INFERENCE})
 # Options that only some gates read; a gate of a plugin may read some of them, too.
 OF_GATES = frozenset().union(*(kind.options | kind.decoder_options for kind in GATES.values()))
-FREE_EXPERTS = ("null_experts", "copy_experts", "constant_experts")
 FIRST_RESIDUAL = {"strata": 1, "layers": 0}  # the first gate with a gate_residual of this kind
 
 
@@ -403,6 +402,11 @@ class MoEConfig:
         return ALL.intersection(*(f.metadata["fast"] for f in others))
 
     @property
+    def free_experts(self) -> int:
+        """The experts that have no FFN."""
+        return self.null_experts + self.copy_experts + self.constant_experts
+
+    @property
     def learns_balance(self) -> bool:
         """Whether the balance loss is trained on."""
         return GATES[self.gate].has_balance_loss and self.balance == "loss"
@@ -450,7 +454,7 @@ def contradictions(c: MoEConfig) -> Iterator[str]:
         yield f"{{gate_options}} {error}, with {{gate}} {c.gate}"
     if kind.single_stratum and not CONDITIONS[ONE_STRATUM](c):
         yield f"{{gate}} {c.gate} with {{strata}} {strata}: expected it with {ONE_STRATUM}"
-    fewest = min(strata.visible) + sum(getattr(c, name) for name in FREE_EXPERTS)
+    fewest = min(strata.visible) + c.free_experts
     if "top_k" in kind.options and c.top_k > fewest:
         yield (
             f"{{top_k}} {c.top_k}: a gate of {{strata}} {strata} sees {fewest} expert{'s' * (fewest != 1)}; "

@@ -115,7 +115,7 @@ class StatsBuilder:
     def __init__(self, config: MoEConfig, gates: Sequence[nn.Module]):
         self.config, self.strata, self.kind = config, config.layout, type(gates[0])
         self.choices = max(gate.top_k for gate in gates)  # K, the largest
-        self.free_experts = config.constant_experts + config.copy_experts + config.null_experts
+        self.free_experts = config.free_experts
         self.num_observed = max(gate.num_observed for gate in gates)  # N, the largest
         self.returns_gate_logits = config.gate_residual == "layers"
 

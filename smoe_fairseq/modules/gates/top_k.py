@@ -47,7 +47,7 @@ class TopKGate(LinearGate):
         self.scores = config.scores
         self.null_experts = config.null_experts
         self.simple_experts = config.constant_experts + config.copy_experts
-        self.free_experts = self.simple_experts + self.null_experts
+        self.free_experts = config.free_experts
         self.learns_num_experts = self.free_experts > 0
         for kind in ("simple", "null"):
             if number := getattr(self, f"{kind}_experts"):
@@ -61,8 +61,8 @@ class TopKGate(LinearGate):
 
     @classmethod
     def experts_per_token(cls, config, num_experts: int) -> float:
-        free = config.null_experts + config.copy_experts + config.constant_experts
-        return super().experts_per_token(config, num_experts) * num_experts / (num_experts + free)
+        share = num_experts / (num_experts + config.free_experts)
+        return super().experts_per_token(config, num_experts) * share
 
     @property
     def min_experts(self) -> int:
