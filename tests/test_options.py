@@ -44,6 +44,7 @@ OPTIONS = [
     *(dict(expert_ffn_dim=-4), dict(residual=True, cmr=True, strata="8")),
     *(dict(capacity_budget=1.5, strata="8"), dict(capacity_budget=2.0, stacked=True)),
     *(dict(capacity_budget=each) for each in (0.9, 4.1, NAN, -1.0)),
+    *(dict(gate_options="a{b=1"), dict(branches="a}")),
     *(dict(exit_bias=1.0, strata="8"), dict(exit_bias=-1.0, stacked=True), dict(exit_bias=NAN)),
 ]
 
@@ -53,6 +54,12 @@ def test_a_parameter_is_named(options):
     with pytest.raises(ValueError) as error:
         StratifiedMoE(8, 6, **options)
     assert next(iter(options)) in str(error.value) and "\n" not in str(error.value)
+
+
+def test_whole_numbers_are_numbers():
+    """A value that changes nothing is accepted beside a gate without the option."""
+    base = StratifiedMoE(8, 6, "4", gate="base", capacity_factor=2, eval_capacity_factor=0)
+    assert base.config.capacity_factor == 2
 
 
 # The first flag is the one that is named.

@@ -431,11 +431,13 @@ def without_effect(options: Mapping[str, Any]) -> dict[str, str]:
         other, *values = needs
         accepted = each.default, *each.metadata["harmless"]
         # Options of a model are enumerations, equal to their values only as strings.
-        if str(options[name]) in map(str, accepted) or str(options[other]) in map(str, values):
+        value = options[name]
+        is_harmless = value in accepted or str(value) in map(str, accepted)
+        if is_harmless or str(options[other]) in map(str, values):
             continue
         expected = " or ".join([f"{{{other}}}"] if values == [True] else map(str, values))
         where = "" if values == [True] else f"{{{other}}} "
-        found[name] = f"{{{name}}} {options[name]}: expected it with {where}{expected}"
+        found[name] = f"{{{name}}} {value}: expected it with {where}{expected}"
     return found
 
 

@@ -1,5 +1,6 @@
 """The strata of a block ("4-12": 4 experts in the first stratum, 12 in the second), and its error class."""
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import accumulate
@@ -139,9 +140,5 @@ class OptionError(ValueError):
 
     def named(self, names: Mapping[str, str]) -> str:
         """The sentence with other names for the parameters, such as the flags that set them."""
-        return self.sentence.format_map(_Names({**names, **self.values}))
-
-
-class _Names(dict):
-    def __missing__(self, name: str) -> str:
-        return name
+        found = {**names, **self.values}  # other braces are the user's
+        return re.sub(r"{(\w+)}", lambda match: found.get(match[1], match[1]), self.sentence)
