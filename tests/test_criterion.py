@@ -70,6 +70,19 @@ def test_loss_of_a_model_with_an_adaptive_softmax():
     assert float(loss) == pytest.approx(float(want), rel=1e-5)
 
 
+def test_loss_of_a_model_whose_extra_output_is_no_dictionary():
+    model, sample = make_model("--arch", "lstm", "--dropout", "0").eval(), make_sample(2, 6, seed=1)
+    # It expects the longest sentence first.
+    sample["net_input"] = {name: each.flip(0) for name, each in sample["net_input"].items()}
+    sample["target"] = sample["target"].flip(0)
+    loss, _, log = make_criterion()(model, sample)
+    log_probs = model.get_normalized_probs(model(**sample["net_input"]), log_probs=True)
+    target = sample["target"].flatten().unsqueeze(1)
+    want, _ = label_smoothed_nll_loss(log_probs.flatten(0, 1), target, EPSILON, PAD)
+    assert float(loss) == pytest.approx(float(want), rel=1e-5)
+    assert not any(name.startswith("moe") for name in log)
+
+
 def test_loss_by_hand():
     model = tiny("--smoe-strata", "4-4").eval()
     sample = make_sample(3, 6, seed=1)
@@ -159,6 +172,25 @@ def test_metrics_are_weighted_by_what_they_count():
     assert got["nll_loss"] == pytest.approx(
         float(sum(log["nll_loss"] for log in logs)) / sum(sizes) / math.log(2), rel=1e-5
     )
+
+
+def test_layers_that_route_nothing_are_not_averaged():
+    """``--moe-gating-dropout``."""
+    model = tiny("--smoe-strata", "8", "--moe-gating-dropout", "0.5").train()
+    sample, stats, logs = make_sample(3, 6, seed=1), [], []
+    for side in (model.encoder, model.decoder):
+        side.layers[1].moe.register_forward_hook(lambda *call: stats.append(call[2][1]))
+    for _ in range(8):
+        logs.append(make_criterion(moe_z_loss_wt=0.1)(model, sample)[2])
+    ran = [each for each in stats if each.first_choices.any()]
+    assert 0 < len(ran) < len(stats) == 16
+    got = logged(logs)
+    for name, values in (
+        ("unused_expert1_count", [each.unused.sum() for each in ran]),
+        ("moe_gate_loss", [each.balance_loss for each in ran]),
+        ("moe_z_loss", [each.z_loss for each in ran]),
+    ):
+        assert got[name] == pytest.approx(sum(values).item() / len(ran), rel=1e-5), name
 
 
 def test_a_dense_model_logs_no_routing():

@@ -54,10 +54,15 @@ def routing_sums(
     return sums
 
 
+def has_routed(block: StratifiedMoE, stats: RoutingStats) -> Tensor | int:
+    """1, or 0 if ``--moe-gating-dropout`` left all tokens of the batch out."""
+    return stats.first_choices.any().long() if block.config.gating_dropout else 1
+
+
 def _table(block: StratifiedMoE, stats: RoutingStats) -> Tensor:
-    visible = block.visible_of_gate
-    head = torch.stack([torch.ones_like(visible), visible], dim=1)
-    tail = [stats.unused.unsqueeze(1), stats.chosen, stats.dropped, stats.first_choices]
+    visible, routed = block.visible_of_gate, has_routed(block, stats)
+    head = torch.stack([torch.ones_like(visible), visible], dim=1) * routed
+    tail = [stats.unused.unsqueeze(1) * routed, stats.chosen, stats.dropped, stats.first_choices]
     return torch.cat([head, *tail], dim=1)
 
 

@@ -14,7 +14,7 @@ from fairseq.criterions.label_smoothed_cross_entropy import (
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from smoe_fairseq.criterions.metrics import log_routing, on_host, routing_sums
+from smoe_fairseq.criterions.metrics import has_routed, log_routing, on_host, routing_sums
 from smoe_fairseq.errors import UsageError
 from smoe_fairseq.flags import flag_of, number_fault
 from smoe_fairseq.models.options import option
@@ -180,6 +180,10 @@ class SMoELabelSmoothedCrossEntropyCriterionConfig(LabelSmoothedCrossEntropyCrit
     )
 
 
+# In the logging output: the sample size times the share of layers that routed tokens, where
+# --moe-gating-dropout leaves some out, whose losses are 0.
+_ROUTED = "moe_routed"
+
 # Ranges of the options, each of which is an attribute of the criterion, too.
 _WEIGHTS = ("moe_gate_loss_wt", "moe_z_loss_wt", "moe_entropy_loss_wt", "cmr_gate_loss_wt")
 _BOUNDS = {name: (0, math.inf) for name in (*_WEIGHTS, "smoe_capacity_budget_wt")}
@@ -240,13 +244,17 @@ class SMoELabelSmoothedCrossEntropyCriterion(LabelSmoothedCrossEntropyCriterion)
             "nsentences": sample["target"].size(0),
             "sample_size": sample_size,
         }
-        moe_stats, names = (net_output[1].get(key, []) for key in ("moe_stats", "moe_layers"))
+        extra = net_output[1] if isinstance(net_output[1], dict) else {}  # of other models
+        moe_stats, names = (extra.get(key, []) for key in ("moe_stats", "moe_layers"))
         if blocks := moe_blocks(model):
             ran = dict(zip(names, moe_stats, strict=True))
             for name, weight, term in self.gate_losses(blocks, ran, sample):
                 loss = loss + weight * sample_size * term
                 logging_output[name] = term.data * sample_size
             logging_output.update(routing_sums(blocks, ran))
+            if any(block.config.gating_dropout for block in blocks.values()):
+                routed = sum(has_routed(blocks[name], ran[name]) for name in ran)
+                logging_output[_ROUTED] = sample_size * routed / max(len(ran), 1)
         logging_output["loss"] = loss.data
         if self.report_accuracy:
             n_correct, total = self.compute_accuracy(model, net_output, sample)
@@ -311,11 +319,14 @@ class SMoELabelSmoothedCrossEntropyCriterion(LabelSmoothedCrossEntropyCriterion)
         logging_outputs = on_host(logging_outputs)
         super().reduce_metrics(logging_outputs)
         sample_size = sum(log["sample_size"] for log in logging_outputs)
-        own = (kind.own_loss for kind in GATES.values())
-        for name in dict.fromkeys((*LOSSES, "cmr_gate_loss", "smoe_budget_loss", *own)):
+        routed = sum(log.get(_ROUTED, log["sample_size"]) for log in logging_outputs)
+        own = {kind.own_loss for kind in GATES.values()}
+        of_tokens = {"moe_gate_loss", "moe_z_loss", "moe_entropy_loss", *own}
+        for name in dict.fromkeys((*LOSSES, "cmr_gate_loss", "smoe_budget_loss", *sorted(own))):
             if any(name in log for log in logging_outputs):
                 value = sum(log.get(name, 0) for log in logging_outputs)
-                metrics.log_scalar(name, value / sample_size, sample_size, round=3)
+                size = routed if name in of_tokens else sample_size
+                metrics.log_scalar(name, value / size if size else 0, size, round=3)
         log_routing(logging_outputs)
 
 
