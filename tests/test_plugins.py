@@ -138,6 +138,14 @@ def test_a_name_that_is_taken_is_refused(tmp_path, balancing, monkeypatch):
     refused(smoe("path", check=False), "topk")
 
 
+@pytest.mark.parametrize("name", ["nll_loss", "moe_l1_loss", "moe_z_loss"])
+def test_a_loss_with_the_name_of_another_number_is_refused(tmp_path, monkeypatch, name):
+    register = f"from smoe_fairseq.modules.losses import register_loss\n@register_loss({name!r})\n"
+    (tmp_path / "own.py").write_text(f"{register}def mine(block, stats):\n    return 0\n")
+    monkeypatch.setenv("SMOE_PLUGINS", str(tmp_path / "own.py"))
+    refused(smoe("path", check=False), name)
+
+
 def test_a_gate_of_another_class_is_refused(tmp_path):
     imports = "from smoe_fairseq.modules.gates import register_gate"
     for gate in ("class G:\n    pass\n", "class G\n"):

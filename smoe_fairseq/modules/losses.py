@@ -4,7 +4,12 @@ from collections.abc import Callable, Iterable, Mapping
 
 from torch import Tensor
 
-from smoe_fairseq.modules.registry import LOSSES, parse_numbers
+from smoe_fairseq.modules.registry import GATES, LOSSES, parse_numbers
+
+LOGGED = """loss nll_loss ppl accuracy n_correct total ntokens nsentences sample_size epoch num_updates
+    wps ups wpb bsz lr gnorm clip loss_scale train_wall wall gb_free cmr_gate cmr_gate_loss
+    smoe_budget_loss requested_capacity experts_per_token unused_expert1_count overflow_expert1
+    overflow_expert2 overflow_further""".split()  # other numbers of the log
 
 
 def register_loss(name: str, applies: Callable = lambda block: True) -> Callable:
@@ -12,9 +17,15 @@ def register_loss(name: str, applies: Callable = lambda block: True) -> Callable
 
     Args:
         applies: whether a `StratifiedMoE` has the term.
+
+    Raises:
+        ValueError: another loss, or another number of the log, has the name.
     """
 
     def add(loss):
+        if name in LOGGED or name in (kind.own_loss for kind in GATES.values()):
+            taken = "the log has another number of this name; expected another one"
+            raise ValueError(f"loss {name!r} of {loss.__module__}: {taken}")
         loss.applies = applies
         return LOSSES.register(name)(loss)
 
