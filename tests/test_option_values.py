@@ -81,6 +81,7 @@ UNTRANSLATED = {  # options that fairseq would ignore, or that end in a KeyError
         "--bpe sentencepiece": "--sentencepiece-model",
     },
     "fairseq-train": {
+        f"{SAMPLED} --best-checkpoint-metric bleu --maximize-best-checkpoint-metric": "--eval-bleu",
         f"{SAMPLED} --sampling-temperature -1": "--sampling-temperature -1.0",
         f"{SAMPLED} --sampling-weights {{'src-tgt':1}}": "--sampling-weights",
     },

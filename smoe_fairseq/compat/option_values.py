@@ -114,7 +114,7 @@ def check_options(cfg) -> None:
     if metric in ("bleu", "chrf"):
         translates = _value(cfg, "criterion.validate_sentences")
         if metric == "bleu":
-            translates = translates or _value(cfg, "task.eval_bleu") is not False
+            translates = translates or _value(cfg, "task.eval_bleu") or not _is_fairseqs(cfg.task)
         maximizes = _value(cfg, "checkpoint.maximize_best_checkpoint_metric")
         for flags, are_set in (
             (f"--validate-sentences{' or --eval-bleu' * (metric == 'bleu')}", translates),
@@ -182,6 +182,14 @@ def _value(cfg, name: str):
     """The value of an option ``group.name``, or None; groups are configs or namespaces."""
     group, _, option = name.partition(".")
     return getattr(cfg.get(group), option, None)
+
+
+def _is_fairseqs(task) -> bool:
+    """Whether a task is none of the user's, which may compute BLEU otherwise."""
+    from fairseq.tasks import TASK_REGISTRY
+
+    kind = TASK_REGISTRY.get(getattr(task, "_name", None))
+    return kind is not None and kind.__module__.startswith("fairseq.")
 
 
 def _flag(name: str) -> str:
