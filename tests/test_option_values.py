@@ -100,6 +100,16 @@ for flag, more in WITHOUT_EFFECT.items():
     CASES.append(("fairseq-train", words, "-over" in flag, named))
 
 
+OURS = f"--user-dir {PLUGIN} {OTHER_CRITERION} --criterion smoe_label_smoothed_cross_entropy"
+for flag, expected in {  # weights of losses that the model does not have
+    "--moe-entropy-loss-wt 1.0": "--moe-gate top-p",
+    "--cmr-gate-loss-p 0.2": "--moe-cmr",
+    "--cmr-gate-loss-wt 0.2": "--moe-cmr",
+    "--smoe-capacity-budget-wt 9.0": "--smoe-capacity-budget",
+}.items():
+    CASES.append(("fairseq-train", f"{OURS} {flag}", "-p " not in flag, [flag, expected]))
+
+
 @pytest.mark.parametrize(
     "program, given, named", [soak(p, g, n) if long else (p, g, n) for p, g, long, n in CASES]
 )
@@ -132,6 +142,7 @@ def test_a_flag_that_cannot_be_parsed_is_named(monkeypatch, capsys, given, named
     "given, named",
     [
         ("{'smoe_exit_bais': 0.5}", "smoe_exit_bais"),
+        ("{'moe_top_p': 0.5}", "moe_top_p"),
         ("{smoe_exit_bias: 0.5}", "{smoe_exit_bias"),
         ("not a dict", "not a dict"),
         soak("[1]", "[1]"),
@@ -146,7 +157,6 @@ def test_overrides_that_change_nothing_are_named(corpus, post_norm, sparse, give
         refused(run("fairseq-validate", corpus, *words, check=False), f"--model-overrides {named}")
 
 
-        ("{'moe_top_p': 0.5}", "moe_top_p"),
 def test_dropout_that_would_be_retained_in_part_is_refused(small_corpus, sparse):
     words = [*generation(small_corpus, sparse), "--user-dir", PLUGIN, "--retain-dropout"]
     refused(run("fairseq-generate", *words, check=False), "--retain-dropout: ")

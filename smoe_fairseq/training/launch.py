@@ -132,12 +132,38 @@ def _expect_dropped_layers(cfg) -> None:
             return
 
 
+def _check_weights(cfg) -> None:
+    """Refuse weights, except for 0 and the defaults, of losses that an option or a gate adds.
+
+    The weight of the balance loss is accepted for all gates, since a data set's file may set it for all.
+    """
+    from fairseq.criterions import CRITERION_DATACLASS_REGISTRY
+
+    from smoe_fairseq.models.options import DecoderOptions
+
+    model = DecoderOptions.of(cfg.model)
+    kinds = [name for name, kind in GATES.items() if kind.has_entropy_loss]
+    gates = f"--moe-gate {' or '.join(kinds)}"
+    for name, has_loss, expected in (
+        ("moe_entropy_loss_wt", model.moe_gate in kinds, gates),
+        ("cmr_gate_loss_wt", model.moe_cmr, "--moe-cmr"),
+        ("cmr_gate_loss_p", model.moe_cmr, "--moe-cmr"),
+        ("smoe_capacity_budget_wt", model.smoe_capacity_budget, "--smoe-capacity-budget"),
+    ):
+        value = getattr(cfg.criterion, name)
+        default = getattr(CRITERION_DATACLASS_REGISTRY[cfg.criterion._name], name)
+        if not has_loss and value not in (0, default):
+            raise UsageError(f"{flag_of(name)} {value}: expected it with {expected}")
+
+
 def _check_criterion(cfg) -> None:
     """Refuse, or warn about, a criterion of fairseq, which lacks the gates' losses and statistics."""
     from fairseq.criterions import CRITERION_REGISTRY
 
     name = getattr(cfg.criterion, "_name", None)
     kind = CRITERION_REGISTRY.get(name)
+    if name == "smoe_label_smoothed_cross_entropy":
+        _check_weights(cfg)
     # A user's criterion may contain ours, as may fairseq's composite_loss.
     if kind is None or not kind.__module__.startswith("fairseq.") or name == "composite_loss":
         return
