@@ -354,6 +354,16 @@ def test_a_checkpoint_of_one_direction(two_updates):
         assert status == 422 and "expected one of src-tgt" in content["error"]
 
 
+def test_one_direction_of_several(tiny_run):
+    with Serving(tiny_run, "--from", "English", "--to", "fr") as serving:
+        offered = serving.get("/languages")
+        assert offered["directions"] == ["en-fr"] and offered["languages"] == ["en", "fr"]
+        assert not offered["any_pair"] and serving.translate("en", "French", "1 2")
+        for source, target in (("en", "de"), ("fr", "en")):
+            status, content = serving.post(text="1 2", source=source, target=target)
+            assert status == 422 and "expected en-fr" in content["error"]
+
+
 def test_a_stock_model_has_no_strata(corpus, pre_norm):
     with Serving(pre_norm, "--data", corpus) as serving:
         (found,) = serving.translate("src", "tgt", "a b c", routing=True)

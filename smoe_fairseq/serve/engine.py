@@ -17,7 +17,7 @@ from smoe_fairseq.analysis.sentence import SentenceSide, run_batch
 from smoe_fairseq.errors import UsageError
 from smoe_fairseq.forms import Number, fault
 from smoe_fairseq.models.transformer import moe_blocks
-from smoe_fairseq.translate.directions import is_multilingual
+from smoe_fairseq.translate.directions import direction_of, is_multilingual
 from smoe_fairseq.translate.readout import Readout, Translation
 from smoe_fairseq.translate.sentences import join_sentences, split_sentences
 from smoe_fairseq.translate.text import BatchTranslator, Options, checked_texts
@@ -275,17 +275,24 @@ class Engine:
     Args:
         name: of the model.
         max_tokens: maximum length of a text, in subwords.
+        only: the source and target language that are served; None: all.
     """
 
-    def __init__(self, model: BatchTranslator, name: str, max_tokens: int):
+    def __init__(
+        self,
+        model: BatchTranslator,
+        name: str,
+        max_tokens: int,
+        only: tuple[str, str] | None = None,
+    ):
         self.model, self.name = model, name
         translator = self.translator = model.translator
         self.max_tokens = min(max_tokens, translator.max_positions[0] - 2)
         self.max_characters = CHARACTERS * self.max_tokens
         self.max_len = max(Options().max_len_b, self.max_tokens)
         task = self.task = translator.task
-        self.directions = inputs.directions(task)
-        self.any_pair = is_multilingual(task)
+        self.directions = inputs.directions(task, only and "-".join(only))
+        self.any_pair = is_multilingual(task) and only is None
         pairs = (inputs.languages(task, direction) for direction in self.directions)
         self.languages = list(dict.fromkeys(itertools.chain(*pairs)))
         self.blocks = moe_blocks(translator.models[0])
@@ -311,11 +318,13 @@ class Engine:
         """Check a request before it is queued.
 
         Raises:
-            UsageError: the model lacks the direction, a text is too long, or no text has words; with routing
-                all need some.
+            UsageError: the model lacks the direction, or it is not served, a text is too long, or no text
+                has words; with routing all need some.
         """
-        source, target = search.source, search.target
-        self.translator.task_for(source, target, f"from {source[:20]!r} to {target[:20]!r}")
+        asked = f"from {search.source[:20]!r} to {search.target[:20]!r}"
+        task = self.translator.task_for(search.source, search.target, asked)
+        if not self.any_pair and "-".join(direction_of(task)) not in self.directions:
+            raise UsageError(f"{asked}: expected {self.directions[0]}, which this server is for")
         for text in texts:
             if len(text) > self.max_characters:
                 raise UsageError(f"a text of {len(text)} characters is too long: {text[:40]!r}")

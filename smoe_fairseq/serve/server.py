@@ -201,9 +201,8 @@ def run_serve(args: Namespace) -> None:
         path = Path(args.path).resolve()
         name = path.parent.name if path.is_file() else path.name
         model = load_model(args)
-        if args.source or args.target:
-            requested_direction(model, args)
-        engine = Engine(model, name, args.max_tokens)
+        only = requested_direction(model, args) if args.source or args.target else None
+        engine = Engine(model, name, args.max_tokens, only)
         if not is_loopback(args.host):
             print(
                 f"warning: with --host {args.host} other machines can connect and translate text, without "
