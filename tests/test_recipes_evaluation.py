@@ -511,7 +511,7 @@ def test_what_goes_wrong_in_a_translation_is_one_sentence(unevaluated):
     assert not (run / "scores.json").exists() and not (run / "test").exists()
 
 
-def test_what_is_not_of_this_run_is_not_scored(unevaluated):
+def test_what_is_not_of_this_run_is_not_scored(unevaluated, monkeypatch):
     run = unevaluated / "runs/tiny/smoe-2-2"
     shutil.copytree(run, unevaluated / "runs/tiny/smoe-2-2.seed-2")
     assert "smoe-2-2.seed-2" in refusal(evaluate_again(unevaluated, SEED="2"))
@@ -521,6 +521,11 @@ def test_what_is_not_of_this_run_is_not_scored(unevaluated):
     assert str(reference.relative_to(unevaluated)) in refusal(evaluate_again(unevaluated))
     reference.write_text("".join(lines))
     best = run / "checkpoint_best.pt"
+    with monkeypatch.context() as patched:  # training replaces it before it is loaded
+        name = "smoe_fairseq.recipes.evaluation.evaluate.fingerprints"
+        patched.setattr(name, lambda *_: {best.name: "0ld"})
+        sentence = refusal(evaluate_again(unevaluated))
+    assert str(best.relative_to(unevaluated)) in sentence and "replaced" in sentence
     changed(best, best, lambda state: state["cfg"]["model"].update(smoe_strata="4"))
     sentence = refusal(evaluate_again(unevaluated))
     assert "checkpoint_best.pt" in sentence and "--smoe-strata" in sentence

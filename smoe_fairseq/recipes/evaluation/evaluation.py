@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
 
+from smoe_fairseq.checkpoints.content import fingerprint
 from smoe_fairseq.errors import UsageError, quietly
 from smoe_fairseq.files import read_plain, write_whole
 from smoe_fairseq.forms import read_json
@@ -46,6 +47,14 @@ class Evaluation:
     def complete(self) -> Path:
         """The folder when all directions are done."""
         return self.folder / "test"
+
+    def check_unchanged(self) -> None:
+        """Raise UsageError if training has replaced the checkpoint since its ``contents`` were read."""
+        from smoe_fairseq.checkpoints.reading import made_of  # imports torch
+
+        now = {self.checkpoint.name: fingerprint(self.checkpoint)}
+        if self.contents and self.contents not in (now, made_of(self.checkpoint)):
+            raise UsageError(f"{self.checkpoint} was replaced while it was loaded: evaluate again")
 
     def source(self, direction: str) -> Path:
         """The raw text that is translated."""

@@ -129,6 +129,7 @@ class Model:
             cfg = parse_flags("fairseq-generate", evaluation.generation(direction))
             if self.loaded is None:
                 self.loaded = self._load(cfg)
+                evaluation.check_unchanged()
             options = _options(cfg, self.loaded.ours)
             texts, references = map(lines_of, files)
             source, target = cfg.task.source_lang, cfg.task.target_lang
