@@ -35,6 +35,7 @@ from smoe_fairseq.recipes.methods import PRETRAINED, method_flags
 from smoe_fairseq.recipes.processes import command, run, warn
 from smoe_fairseq.recipes.program_flags import RECIPE_FLAGS, arguments, flag_values
 from smoe_fairseq.recipes.training import identity
+from smoe_fairseq.recipes.training.launcher import plan_launch
 
 
 def again(dataset: Dataset, run: str) -> str:
@@ -104,7 +105,7 @@ def evaluate(dataset: Dataset, method: str, flags: Sequence[str], checkpoint: st
         comment = f"# the model of sacreBLEU's {tokenizer} tokenizer, which is fetched once"
         run([comment, Step("tokenizer", tokenizer)], settings)
     if settings.dry_run:
-        translations.check_launch(settings, flags)
+        _ = plan_launch(settings, flags), settings.jobs  # raise UsageError
         for direction in evaluation.directions:
             generation = command("fairseq-generate", *evaluation.generation(direction))
             comment = f"# {dataset.name} {direction}: translate and score"

@@ -52,8 +52,8 @@ class Evaluation:
         """Raise UsageError if training has replaced the checkpoint since its ``contents`` were read."""
         from smoe_fairseq.checkpoints.reading import made_of  # imports torch
 
-        now = {self.checkpoint.name: fingerprint(self.checkpoint)}
-        if self.contents and self.contents not in (now, made_of(self.checkpoint)):
+        before, now = self.contents, {self.checkpoint.name: fingerprint(self.checkpoint)}
+        if before and before != now and before != made_of(self.checkpoint):
             raise UsageError(f"{self.checkpoint} was replaced while it was loaded: evaluate again")
 
     def source(self, direction: str) -> Path:

@@ -23,7 +23,7 @@ from smoe_fairseq.recipes.evaluation.evaluation import UNFINISHED, Evaluation
 from smoe_fairseq.recipes.evaluation.scores import lines_of
 from smoe_fairseq.recipes.program_flags import parse_flags
 from smoe_fairseq.recipes.settings import Settings
-from smoe_fairseq.recipes.training.launcher import Launch, plan_launch, visible_gpus
+from smoe_fairseq.recipes.training.launcher import plan_launch, visible_gpus
 
 if TYPE_CHECKING:
     from smoe_fairseq.translate.readout import Translation
@@ -47,14 +47,9 @@ class Devices:
         return f"the CPU, {self.threads} thread{'s' * (self.threads > 1)}"
 
 
-def check_launch(settings: Settings, extra: Sequence[str]) -> tuple[Launch, int | None]:
-    """What ``GPUS``, ``JOBS`` and the user's flags ask for; raises as `plan_launch`."""
-    return plan_launch(settings, extra), settings.jobs
-
-
 def choose_devices(settings: Settings, directions: int, extra: Sequence[str]) -> Devices:
-    """The devices for a number of directions; raises as `check_launch`."""
-    launch, jobs = check_launch(settings, extra)
+    """The devices for a number of directions; raises as `plan_launch`."""
+    launch, jobs = plan_launch(settings, extra), settings.jobs
     if launch.cpu:
         import torch
 
