@@ -108,7 +108,8 @@ def compare_when_loaded(original, *arguments, **options):
     ]
     contents = [bound["state"] or content_of(path) for path in paths]
     task = bound["task"]
-    current = saved_task(contents[0])[0] if task is None else task.cfg or task.args
+    current = getattr(task, "cfg", None) or getattr(task, "args", None)
+    current = current or saved_task(contents[0])[0]
     messages = []
     for path, content in zip(paths, contents):
         check_plugins(path, content)
