@@ -121,11 +121,11 @@ def claim(
             end = ", which --force-resume is not for" * force
             raise UsageError(f"{folder} {difference}{end}: {otherwise}")
         if not force:
-            advice = f"give the same flags, {otherwise}, or add --force-resume"
-            raise UsageError(f"{folder} {difference}: {advice} to continue with the new flags")
+            advice = f"give the same text and flags, {otherwise}, or add --force-resume"
+            raise UsageError(f"{folder} {difference}: {advice} to continue with the new ones")
         if not _is_unfinished(saved, flags):
             return False
-        warn(f"{folder} {difference}; --force-resume resumes it with the new flags")
+        warn(f"{folder} {difference}; --force-resume resumes it with the new ones")
         own[_BEFORE] = {**saved, _SAVED: _last_save(folder)}
     elif is_saved(folder):
         warn(
