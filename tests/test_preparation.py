@@ -16,7 +16,7 @@ import sentencepiece
 from commands import contents, refused, run, step_here
 from programs import HANGS, wait_until
 from sampling import soak, some
-from test_full_disk import limited, sentence
+from test_full_disk import limited
 from test_recipes import surroundings, write_dataset, write_text
 from test_recipes_archives import step
 from test_signals import ended
@@ -252,8 +252,8 @@ def test_full_disk(tmp_path, raw, given, prepared, name):
         "binarise": ["binarise", "tiny", prepared / "text1", prepared / "dict.txt", "out/bin"],
     }[name]
     program = ("python", "-m", "smoe_fairseq.recipes", *words)
-    said = sentence(limited(30_000, *program, cwd=tmp_path, **given))
-    assert said.startswith("out/") and "File too large" in said
+    said = refused(limited(30_000, *program, cwd=tmp_path, **given))
+    assert said.startswith("error: out/") and "File too large" in said
     kept = contents(tmp_path)
     (tmp_path / "whole").mkdir()
     step(tmp_path / "whole", given, *words)
