@@ -152,9 +152,9 @@ def test_a_real_trainers_peak(both, flags):
     "flags", [soak(["--expert-parallel"]), soak(["--zero-sharding", "os"])], ids=str
 )
 def test_the_peak_of_one_of_two_processes(both, flags):
-    """The last one, which has the experts that every gate sees."""
+    """The last one, which has the experts that every gate sees; ZeRO's buffers may share their memory."""
     measured, foretold = both([*SMOE, *flags], processes=2)
-    assert foretold.peak == pytest.approx(measured["peak"], rel=0.2)
+    assert 0.8 < foretold.peak / measured["peak"] < (1.3 if "os" in flags else 1.2)
 
 
 VOCABULARY = 100
