@@ -69,10 +69,14 @@ class Dataset:
         return self.settings.config_dir / "datasets" / f"{self.name}.yaml"
 
     @property
+    def all_pairs(self) -> tuple[str, ...]:
+        """Those that are trained, then those that are only scored."""
+        return (*self.pairs, *self.keep)
+
+    @property
     def languages(self) -> tuple[str, ...]:
         """All languages in order of appearance, which is the order of their tokens."""
-        pairs = (*self.pairs, *self.keep)
-        return tuple(dict.fromkeys(lang for pair in pairs for lang in pair.split("-")))
+        return tuple(dict.fromkeys(lang for pair in self.all_pairs for lang in pair.split("-")))
 
     @property
     def directions(self) -> tuple[str, ...]:
@@ -101,8 +105,7 @@ class Dataset:
 
     def pair_of(self, direction: str) -> str:
         """The pair whose files contain a direction's text."""
-        pairs = (*self.pairs, *self.keep)
-        return next(pair for pair in both_orders(direction) if pair in pairs)
+        return next(pair for pair in both_orders(direction) if pair in self.all_pairs)
 
 
 def translated(pair: str, codes: Mapping[str, str]) -> str:

@@ -200,7 +200,7 @@ def _vocabulary(checkpoint: Path, state: dict, task: dict) -> tuple[Vocabulary, 
 
 def _lines(dataset: Dataset, raw: Path) -> Iterator[tuple[str, str]]:
     """Language and line of all text."""
-    for file in text_files(raw, ",".join((*dataset.pairs, *dataset.keep))):
+    for file in text_files(raw, ",".join(dataset.all_pairs)):
         for line in readers.lines(file):
             yield file.suffix[1:], line
 

@@ -83,12 +83,12 @@ def remote_files(dataset: Dataset) -> list[Remote]:
 
 def fetch(dataset: Dataset, folder: Path) -> None:
     """Download the data set's files that ``folder`` lacks, and check the existing ones."""
-    there = [remote for remote in remote_files(dataset) if (folder / remote.name).exists()]
-    if there:
-        print(f"{folder} has {there[0].name} and so on: delete it to download again", flush=True)
-    for remote in remote_files(dataset):
+    remotes = remote_files(dataset)
+    if there := next((r.name for r in remotes if (folder / r.name).exists()), None):
+        print(f"{folder} has {there} and so on: delete it to download again", flush=True)
+    for remote in remotes:
         target = folder / remote.name
-        if remote in there:
+        if target.exists():
             if fault := _fault(remote, target):
                 raise UsageError(f"{target} has {fault}: delete it and get it again")
             continue

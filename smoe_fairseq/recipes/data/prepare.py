@@ -111,10 +111,10 @@ def _changed(dataset: Dataset, folders: Folders, flags: Sequence[str]) -> str | 
     before = read_json(record, {"settings": dict, "content?": {str: {str: str}}, "model?": dict})
     now = _origin(dataset, folders, flags)
     later = {key: now["settings"][key] for key in (_POSITIONS, "keep")}  # older records lack them
-    compared = {"languages": dataset.codes}  # by `check_prepared`
-    known = later | before["settings"] | compared
+    known = later | before["settings"]
     for key, value in now["settings"].items():
-        if (known.get(key) or None) != (value or None):
+        # `check_prepared` compares the codes of languages.
+        if key != "languages" and (known.get(key) or None) != (value or None):
             return f"`{key}`"
     if before.get("model", now["model"]) != now["model"]:
         return "content of `pretrained`"
@@ -142,7 +142,7 @@ def _origin(
     settings |= {_POSITIONS: dataset.train.get(_POSITIONS), "keep": [*dataset.keep]}
     settings |= {"languages": dataset.codes}
     gathered = gathered or folders.raw
-    text = {"raw/": _digests(gathered, raw.text_files(gathered, _all_pairs(dataset)))}
+    text = {"raw/": _digests(gathered, raw.text_files(gathered, ",".join(dataset.all_pairs)))}
     if source := dataset.settings.raw:
         text["RAW"] = _digests(source, _text_of(dataset, source))
     return {"settings": settings, "content": text, "model": _model(dataset)}
@@ -233,7 +233,7 @@ def _prepare(dataset: Dataset, folders: Folders, flags: Sequence[str]) -> None:
                 run(_raw_text(dataset, folders, source, text), dataset.settings)
         if not dry_run or text.exists():
             tested = raw.check(dataset, text)
-        for pair in sorted({*dataset.pairs, *dataset.keep} - {*tested}):
+        for pair in sorted({*dataset.all_pairs} - {*tested}):
             warn(f"{text}/test.{pair}.* is missing: {pair} will not be scored")
         if not (dry_run or continues):
             partial.mkdir()
@@ -318,7 +318,7 @@ def _binarised(
         pairs = ("--pairs", ",".join(dataset.pairs))
         yield recipe("learn", raw_text, partial, *pairs, *arguments(dataset.subwords), *flags)
     options = {
-        "pairs": _all_pairs(dataset),
+        "pairs": ",".join(dataset.all_pairs),
         "longest": _longest(dataset),
         "workers": _workers(dataset),
     }
@@ -346,10 +346,6 @@ def _replaced(dataset: Dataset, folders: Folders, raw_text: Path, partial: Path)
 def _longest(dataset: Dataset) -> int:
     """Maximum number of pieces in a test sentence: the model's positions less language token and end."""
     return value_of(dataset.train, _POSITIONS, FAIRSEQ_POSITIONS) - 2
-
-
-def _all_pairs(dataset: Dataset) -> str:
-    return ",".join((*dataset.pairs, *dataset.keep))
 
 
 def _workers(dataset: Dataset) -> int:

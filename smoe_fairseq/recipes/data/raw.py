@@ -61,8 +61,8 @@ def write(
 
     Training pairs are left out if a side is empty, or if the data set's ``clean`` drops them. ``sizes.json``
     next to ``target`` gets the numbers of training pairs, ``left_out.json`` those of pairs left out (both are
-    in ``target`` if its name ends in ``.partial``). All
-    names of files and pairs have the codes of a pretrained model, if there is one.
+    in ``target`` if its name ends in ``.partial``). All names of files and pairs have the codes of a
+    pretrained model, if there is one.
     """
     inputs = [file for part in sections.values() for file in part.files.values() if file]
     for replaced in (target, Folders(dataset).raw):
@@ -224,7 +224,7 @@ def check(
     """
     Folders(dataset).check_languages(raw / GATHERED)
     tested = []
-    for pair in (*dataset.pairs, *dataset.keep):
+    for pair in dataset.all_pairs:
         for split in (*(needed if pair in dataset.pairs else ()), "test"):
             files = [raw / f"{split}.{pair}.{language}" for language in pair.split("-")]
             present = [file for file in files if file.exists()]

@@ -241,7 +241,7 @@ def validation_flags(dataset: Dataset) -> Flags:
         "save-interval-updates": settings.get("every"),
         "patience": settings.get("patience"),
     }
-    if "every" in settings:  # not at the end of epochs, too, which `patience` would count
+    if settings.get("every"):  # not at the end of epochs, too, which `patience` would count
         flags["validate-interval"] = dataset.train.get("validate-interval", 10**6)
     if settings.get("metric") != "loss":
         flags |= {
