@@ -47,6 +47,22 @@ def test_one_run_at_a_time_has_all_gpus(gpus):
     assert study._slots(Settings()) == {0: {"GPUS": "4", "JOBS": ""}}
 
 
+def test_a_resumed_run_that_logs_its_settings_keeps_its_updates(tmp_path):
+    run = study.Run(
+        load_dataset("m4", Settings({"RUN_DIR": str(tmp_path)})), "moe", 1, (), 50, True
+    )
+    run.folder.mkdir(parents=True)
+    log = run.folder / "train.log"
+    assert run.done() == 0
+    for line, updates in (
+        ("num_updates=30", 30),
+        ("a setting | " * 5_000, 30),
+        ("num_updates=60", 50),
+    ):
+        log.write_text(f"{log.read_text() if log.exists() else ''}{line}\n")
+        assert run.done() == updates
+
+
 def machine_of(folder, **variables) -> str:
     study_results.record_start(folder, {"GPUS": "0"} | variables)
     return study_results.summarize_starts(folder)["machine"]

@@ -43,6 +43,7 @@ class Run:
     flags: tuple[str, ...]
     updates: int
     strata: bool  # see `has_strata`
+    reached: int = field(default=0, repr=False)
     process: subprocess.Popen | None = field(default=None, repr=False)
 
     @property
@@ -63,15 +64,17 @@ class Run:
         return " && ".join([*steps, *results.commands(self.dataset, self.folder, self.strata)])
 
     def done(self) -> int:
-        """The updates so far, according to the log."""
+        """The updates so far, according to the end of the log; never fewer than it said before."""
         check_plain(self.folder / "train.log")
         try:
             with open(self.folder / "train.log", "rb") as log:
                 log.seek(max(0, os.fstat(log.fileno()).st_size - 50_000))
                 updates = _UPDATES.findall(log.read())
         except OSError:
-            return 0
-        return min(self.updates, int(updates[-1])) if updates else 0
+            return self.reached
+        if updates:  # a resumed run first logs its settings
+            self.reached = max(self.reached, min(self.updates, int(updates[-1])))
+        return self.reached
 
 
 def study(dataset: Dataset, flags: Sequence[str]) -> None:
