@@ -146,6 +146,9 @@ def test_a_changed_data_set_is_not_prepared_already(tiny, tmp_path):
     for name, more in (("`keep`", keep), ("`max-source-positions`", train)):
         given |= configured(tmp_path / name, tiny[0], **more)
         assert name in told()
+    given |= configured(tmp_path / "clean", tiny[0], clean={"equal": "drop"})
+    edited = recipe(tmp_path, "train", "tiny", "smoe-2-2", "--no-such-flag", **given)
+    assert edited.returncode == 2 and "other `clean`" in edited.stderr  # it does not prepare anew
 
 
 def configured(folder: Path, tiny: Path, **more) -> dict[str, str]:

@@ -105,17 +105,11 @@ def _is_prepared(dataset: Dataset, folders: Folders, flags: Sequence[str]) -> bo
 
 def _changed(dataset: Dataset, folders: Folders, flags: Sequence[str]) -> str | None:
     """A setting or text that is not that of the binarised text; None if there is none, or no record."""
-    record = folders.binary / PREPARED
-    if not record.exists():
+    if not (before := _record(folders)):
         return None
-    before = read_json(record, {"settings": dict, "content?": {str: {str: str}}, "model?": dict})
+    if setting := changed_setting(dataset, flags):
+        return setting
     now = _origin(dataset, folders, flags)
-    later = {key: now["settings"][key] for key in (_POSITIONS, "keep")}  # older records lack them
-    known = later | before["settings"]
-    for key, value in now["settings"].items():
-        # `check_prepared` compares the codes of languages.
-        if key != "languages" and (known.get(key) or None) != (value or None):
-            return f"`{key}`"
     if before.get("model", now["model"]) != now["model"]:
         return "content of `pretrained`"
     if "content" not in before:  # of an earlier version, which read the ends of files
@@ -127,6 +121,29 @@ def _changed(dataset: Dataset, folders: Folders, flags: Sequence[str]) -> str | 
     return None
 
 
+def changed_setting(dataset: Dataset, flags: Sequence[str] | None = None) -> str | None:
+    """A setting that the binarised text was not made with; None if there is none, or no record.
+
+    Without ``flags``, those that were typed to prepare it are taken as meant.
+    """
+    now, others = _settings(dataset, flags or ()), {"languages"}  # that `check_prepared` compares
+    later = {key: now[key] for key in (_POSITIONS, "keep")}  # older records lack them
+    before = later | _record(Folders(dataset)).get("settings", now)
+    if flags is None:  # `with_pretrained` compares the model, which has positions
+        others |= {"pretrained", _POSITIONS}
+        before["subwords"] = before["subwords"][: len(now["subwords"])]
+    changed = (
+        key for key in now.keys() - others if (before.get(key) or None) != (now[key] or None)
+    )
+    return next((f"`{key}`" for key in sorted(changed)), None)
+
+
+def _record(folders: Folders) -> dict[str, dict]:
+    record = folders.binary / PREPARED
+    form = {"settings": dict, "content?": {str: {str: str}}, "model?": dict}
+    return read_json(record, form) if record.exists() else {}
+
+
 def _origin(
     dataset: Dataset, folders: Folders, flags: Sequence[str], gathered: Path | None = None
 ) -> dict[str, dict]:
@@ -135,17 +152,21 @@ def _origin(
     With it alone an interrupted preparation continues. ``gathered`` has the text of ``raw/`` until that is
     replaced.
     """
+    gathered = gathered or folders.raw
+    text = {"raw/": _digests(gathered, raw.text_files(gathered, ",".join(dataset.all_pairs)))}
+    if source := dataset.settings.raw:
+        text["RAW"] = _digests(source, _text_of(dataset, source))
+    settings = _settings(dataset, flags)
+    return {"settings": settings, "content": text, "model": _model(dataset)}
+
+
+def _settings(dataset: Dataset, flags: Sequence[str]) -> dict[str, object]:
     settings = raw.settings_of(dataset)
     settings |= {"shards": dataset.shards, "subwords": [*arguments(dataset.subwords), *flags]}
     settings |= {"pretrained": source_of(dataset), "new-languages": dataset.new_languages}
     settings |= {"add-subwords": dataset.add_subwords, "trim": dataset.trim}
     settings |= {_POSITIONS: dataset.train.get(_POSITIONS), "keep": [*dataset.keep]}
-    settings |= {"languages": dataset.codes}
-    gathered = gathered or folders.raw
-    text = {"raw/": _digests(gathered, raw.text_files(gathered, ",".join(dataset.all_pairs)))}
-    if source := dataset.settings.raw:
-        text["RAW"] = _digests(source, _text_of(dataset, source))
-    return {"settings": settings, "content": text, "model": _model(dataset)}
+    return settings | {"languages": dataset.codes}
 
 
 def _model(dataset: Dataset) -> dict[str, str]:

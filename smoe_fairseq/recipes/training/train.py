@@ -11,6 +11,7 @@ from smoe_fairseq.errors import UsageError, quietly
 from smoe_fairseq.files import open_plain
 from smoe_fairseq.plugins import imported
 from smoe_fairseq.recipes import pretrained
+from smoe_fairseq.recipes.data.prepare import changed_setting
 from smoe_fairseq.recipes.datasets import Dataset, naming_settings
 from smoe_fairseq.recipes.folders import Folders, package_folder, run_name, seed_of
 from smoe_fairseq.recipes.methods import PRETRAINED, has_strata, method_flags
@@ -59,6 +60,8 @@ def train(dataset: Dataset, method: str, flags: Sequence[str], force_resume: boo
     folders = Folders(dataset)
     if not dataset.settings.dry_run:
         folders.check_prepared(dataset.pairs)
+        if changed := changed_setting(dataset):
+            warn(f"{folders.binary} was prepared with other {changed}, and is trained on as it is")
     launch, words, notes = plan(dataset, method, flags)
     given = flag_values(words)
     sizes = given.get("--smoe-strata", "")
