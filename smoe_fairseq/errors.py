@@ -62,7 +62,10 @@ def one_line(error: BaseException) -> str | None:
     if isinstance(error, OSError) and error.strerror and (error.errno in NO_ROOM or error.filename):
         if error.errno in NO_ROOM:
             return f"{error.filename or _output()} cannot be written: {error.strerror}"
-        return printable(f"{error.filename}: {error.strerror}")
+        reason, file = error.strerror, error.filename
+        if os.path.islink(file) and not os.path.exists(file):
+            reason = f"it is a link to {os.readlink(file)}, which is missing"
+        return printable(f"{file}: {reason}")
     if (reason := _REASONS.get(type(error))) and not error.errno:  # fairseq's, with a path alone
         return printable(f"{message}: {reason}")
     if message and type(error).__name__ in ("Exception", "ProcessExitedException"):

@@ -226,6 +226,9 @@ def test_settings_that_text_does_not_follow_are_refused(tiny, tmp_path):
 def test_a_refused_preparation_leaves_no_folder(tmp_path):
     assert "--raw" in refusal(recipe(tmp_path, "prepare", "phrasebook", "--raw", "nowhere"))
     assert not (tmp_path / "data/phrasebook").exists()
+    (tmp_path / "scratch").symlink_to("unmounted")
+    result = recipe(tmp_path, "prepare", "phrasebook", DATA_DIR="scratch")
+    assert "unmounted" in refused(result, "scratch")
 
 
 def test_scores_are_those_of_the_translations_against_raw_references(tiny):
