@@ -86,9 +86,11 @@ def test_old_languages_translate_as_before(tuned, nllb, tmp_path, trim):
         shutil.copytree(folder / "configs", tmp_path / "configs")
         settings = settings | {"CONFIG_DIR": str(tmp_path / "configs")}
         file = tmp_path / "configs/datasets/mine.yaml"
-        file.write_text(file.read_text() + "trim: true\n")
-        result = recipe(tmp_path, "prepare", "mine", RAW=str(folder / "text"), **settings)
+        file.write_text(file.read_text().replace(str(nllb), "other") + "trim: true\n")
+        source = {"RAW": str(folder / "text"), "PRETRAINED": str(nllb)}  # in place of the file's
+        result = recipe(tmp_path, "prepare", "mine", **settings | source)
         assert result.returncode == 0, result.stderr
+        assert recipe(tmp_path, "train", "mine", "dense", DRY_RUN="1", **settings).returncode == 0
         binary = tmp_path / "data/mine/bin"
     old, new = load(before)["model"], load(binary / "pretrained.pt")["model"]
     name = "encoder.embed_tokens.weight"

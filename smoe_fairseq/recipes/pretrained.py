@@ -17,6 +17,7 @@ STARTED = "--pretrained"  # in a run's identity: the fingerprint of the model th
 UPCYCLED = "upcycled.pt"  # in a run's folder: the model with experts, until it is trained
 _FORM = {
     "source": str,
+    "named?": (None, str),  # by the data set's file, when a flag may have named another
     "fingerprint": str,
     "rows": int,
     "languages": [str],
@@ -56,9 +57,13 @@ def with_pretrained(dataset: Dataset, binary: Path | None = None) -> Dataset:
             raise UsageError(f"{binary} was prepared without `pretrained`: {advice}")
         return dataset
     record = {"experts": DENSE} | read_json(binary / RECORD, _FORM)
-    if (given := source_of(dataset) or record["source"]) != record["source"]:
-        fault = f"{binary} was prepared with `pretrained: {record['source']}`, not {given}"
-        raise UsageError(f"{fault}: delete it to prepare it again")
+    given, before = dataset.settings.pretrained and source_of(dataset), record["source"]
+    if not given:
+        given, before = dataset.pretrained, record.get("named", dataset.pretrained)
+    if given and given != before:
+        fault = f"{binary} was prepared with `pretrained: {record['source']}`"
+        other = os.path.expanduser(given)
+        raise UsageError(f"{fault}, not {other}: delete it to prepare it again")
     if value_of(dataset.train, "arch", "smoe_transformer") != "smoe_transformer":
         raise UsageError(
             f"{dataset.file}: `train.arch`: leave it out; the model is that of {record['source']}"

@@ -162,6 +162,7 @@ def _adapt(dataset: Dataset, source: Path, raw: Path, output: Path) -> None:
                 fixed.pop("moe_freq")
             record = {
                 "source": source_of(dataset) or str(source),
+                "named": dataset.pretrained,
                 "fingerprint": fingerprint(Path(partials[2])),
                 "rows": len(symbols),
                 "languages": languages,
