@@ -181,10 +181,13 @@ def test_other_ranks_round_the_sentences_of_a_batch_of_tokens(run, started, size
     one, two = (["--batch-size", size] for size in sizes)
     own = identity.of("moe", started.parents[2] / "bin", [*WORDS, *one], 1)
     (started / identity.FILE).write_text(json.dumps(own))
-    assert run("--update-freq", "1", *two, processes=2) is None
+    four = ("--update-freq", "1", "--max-tokens", "2000")
+    assert run(*four, *two, processes=4) is None
+    for other in ([], ["--batch-size", "99"]):
+        assert "--batch-size" in run(*four, *other, processes=4)
     assert "--batch-size" in run("--batch-size", "4")
     (started / identity.FILE).write_text(json.dumps(own | {"flags": {}}))
-    assert "--max-tokens" in run("--update-freq", "1", *two, processes=2)
+    assert "--max-tokens" in run(*four, *two, processes=4)
 
 
 def test_other_training_text_is_refused_where_it_is_recorded(run, started, tmp_path, capsys):

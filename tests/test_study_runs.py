@@ -207,6 +207,8 @@ def test_a_commit_with_changes_is_dirty(tmp_path, monkeypatch):
         ("", {"label-smoothing": 0.2}, "", "--label-smoothing 0.2"),
         ("", {"max-update": 4000}, "", "--max-update 4000"),
         ("", {"max-tokens": 8192}, "", "8192"),
+        ("--batch-size 8", {}, "--batch-size 2", "--batch-size"),
+        ("--batch-size 8", {}, "", "--batch-size"),
     ],
 )
 def test_settings_that_a_kept_run_was_not_made_with(tmp_path, monkeypatch, then, yaml, now, named):

@@ -21,7 +21,7 @@ from smoe_fairseq.recipes.evaluation import scores
 from smoe_fairseq.recipes.folders import Folders, default_seed, run_name
 from smoe_fairseq.recipes.methods import has_strata, method_flags, tables
 from smoe_fairseq.recipes.processes import ProcessGroups, environment, recipe, warn
-from smoe_fairseq.recipes.program_flags import flag_values
+from smoe_fairseq.recipes.program_flags import flag_values, value_of
 from smoe_fairseq.recipes.settings import Settings
 from smoe_fairseq.recipes.study import results
 from smoe_fairseq.recipes.training.launcher import plan_launch, visible_gpus
@@ -137,7 +137,7 @@ def _runs(dataset: Dataset, words: Sequence[str]) -> list[Run]:
         for method in methods:
             recipe = dataset.train | method_flags(method, dataset)
             typed = flag_values(flags).get("--max-update", "")
-            updates = int(typed if typed.isdecimal() else recipe.get("max-update", 0))
+            updates = int(typed if typed.isdecimal() else value_of(recipe, "max-update", 0))
             runs.append(Run(dataset, method, seed, flags, updates, has_strata(recipe)))
     return runs
 

@@ -338,10 +338,9 @@ def _difference(saved: dict, own: dict, data: Path) -> str | None:
             parts.append(f"with other training text than that in {data} now")
         tokens, sentences = map(_WHOLE.format, _SIZES)
         # Other ranks round how many sentences a batch of tokens may have.
-        is_rounded = tokens in own["flags"] and saved.get(_RANKS) != own.get(_RANKS)
+        ranks = {saved.get(_RANKS), own.get(_RANKS)}
+        rounded = {sentences} if tokens in own["flags"] and len(ranks - {None}) > 1 else set()
         for name in {**own["flags"], **saved["flags"]}:
-            if name == sentences and is_rounded:
-                continue
             before, after = (identity["flags"].get(name) for identity in (saved, own))
             old, new = (f"{name} {value}".strip() for value in (before, after))
             if before is None:
@@ -350,14 +349,14 @@ def _difference(saved: dict, own: dict, data: Path) -> str | None:
                 parts.append(f"with {old}, which is not given now")
             elif name == STARTED and before != after:
                 parts.append(f"from another model than {data / MODEL} is now")
-            elif not _equal(name, before, after):
+            elif not _equal(name, before, after, 0.5 if name in rounded else TOLERANCE):
                 parts.append(f"with {old}, not with {new}")
     return f"was started {'; and '.join(parts)}" if parts else None
 
 
-def _equal(name: str, before: str, after: str) -> bool:
+def _equal(name: str, before: str, after: str, tolerance: float = TOLERANCE) -> bool:
     if before == after or not (is_number(before) and is_number(after)):
         return before == after
     # With another number of processes the batch may differ a little.
-    tolerance = TOLERANCE if name.endswith("=") else 0
-    return abs(float(before) - float(after)) <= tolerance * float(before)
+    most = max(float(before), float(after)) if name.endswith("=") else 0
+    return abs(float(before) - float(after)) <= tolerance * most

@@ -16,7 +16,7 @@ from smoe_fairseq.recipes.datasets import Dataset, naming_settings
 from smoe_fairseq.recipes.folders import Folders, package_folder, run_name, seed_of
 from smoe_fairseq.recipes.methods import PRETRAINED, has_strata, method_flags
 from smoe_fairseq.recipes.processes import CommandError, command, run, warn
-from smoe_fairseq.recipes.program_flags import Flags, arguments, flag_values, parse_flags
+from smoe_fairseq.recipes.program_flags import Flags, arguments, flag_values, parse_flags, value_of
 from smoe_fairseq.recipes.training import identity, picture
 from smoe_fairseq.recipes.training.batch import (
     batch_choices,
@@ -193,17 +193,19 @@ def plan(
     """The launch of a method's training, the words of ``fairseq-train``, and comments on them."""
     if method == PRETRAINED:
         raise UsageError(f"{method} is the model before training; expected a method, such as dense")
-    folder = flag_values(flags).get("--save-dir")
-    folder = Path(folder or Folders(dataset).runs / run_name(dataset, method))
-    recipe = dataset.train | validation_flags(dataset) | method_flags(method, dataset)
+    typed, own = flag_values(flags), dataset.train | method_flags(method, dataset)
+
+    def number(flag: str) -> int:
+        value = str(typed.get(f"--{flag}", own.get(flag)))
+        return int(value) if value.isdecimal() else 0
+
+    folder = Path(typed.get("--save-dir") or Folders(dataset).runs / run_name(dataset, method))
+    validation = validation_flags(dataset, number("max-epoch"))
+    recipe = dataset.train | validation | method_flags(method, dataset)
     recipe |= {"seed": seed_of(dataset)}
-    if flag_values(flags).get("--criterion", recipe.get("criterion")) != CRITERION:
+    if typed.get("--criterion", recipe.get("criterion")) != CRITERION:
         recipe.pop("save-interval-minutes", None)  # a flag of ours
-    given = (
-        flag_values(flags).get("--max-update", recipe.get("max-update")),
-        recipe.get("log-interval"),
-    )
-    updates, interval = (int(each) if str(each).isdecimal() else 0 for each in given)
+    updates, interval = number("max-update"), number("log-interval")
     if 0 < updates < 10 * interval:
         recipe["log-interval"] = max(1, updates // 10)
     launch = plan_launch(dataset.settings, [*arguments(recipe), *flags])
@@ -235,8 +237,11 @@ def begin_log(file: Path, line: str) -> None:
         raise UsageError(f"{file} cannot be written: {error.strerror}") from None
 
 
-def validation_flags(dataset: Dataset) -> Flags:
-    """The flags of fairseq-train for the data set's ``validate``: by translations, or by the loss."""
+def validation_flags(dataset: Dataset, epochs: int = 0) -> Flags:
+    """The flags of fairseq-train for the data set's ``validate``: by translations, or by the loss.
+
+    After the last of a number of ``epochs``, fairseq does not validate by itself.
+    """
     if not (settings := dataset.validate):
         return {}
     flags = {
@@ -245,7 +250,7 @@ def validation_flags(dataset: Dataset) -> Flags:
         "patience": settings.get("patience"),
     }
     if settings.get("every"):  # not at the end of epochs, too, which `patience` would count
-        flags["validate-interval"] = dataset.train.get("validate-interval", 10**6)
+        flags["validate-interval"] = value_of(dataset.train, "validate-interval", epochs or 10**6)
     if settings.get("metric") != "loss":
         flags |= {
             "validate-sentences": settings.get("sentences", 200),
