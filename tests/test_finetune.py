@@ -57,7 +57,7 @@ def tuned(nllb, tmp_path_factory) -> tuple[Path, dict[str, str]]:
 
 def test_prepared(tuned, nllb):
     """A table says how the subwords fit; files have the model's codes; the record says what was changed."""
-    folder, _ = tuned
+    folder, settings = tuned
     rows = [x.split("|")[1:-1] for x in (folder / "prepared").read_text().splitlines() if "|" in x]
     fit = {row[0].strip(): row[1:] for row in rows}
     assert float(fit["eng_Latn"][2]) < 1 and float(fit[NEW][2]) == 0
@@ -65,6 +65,8 @@ def test_prepared(tuned, nllb):
     record = json.loads((folder / "data/mine/bin/pretrained.json").read_text())
     assert record["source"] == str(nllb) and record["languages"] == [*pretrained.LANGUAGES, NEW]
     assert not (folder / "data/mine/bin/text").exists()
+    again = step_here("prepare", "mine", cwd=folder, RAW="text", **settings)
+    assert again.returncode == 0, again.stderr  # the model has 64 positions
     kept = (folder / "data/mine/bin").glob("*.eng_Latn-deu_Latn.deu_Latn.bin")
     assert [file.name.split(".")[0] for file in kept] == ["test"]
 

@@ -548,7 +548,10 @@ def test_comparing_what_cannot_be_compared(two_systems):
     assert str(hypotheses) in refusal(folder, "multi30k", "--compare", "dense", "moe")
 
 
-@pytest.mark.parametrize("name", ["--max-update", "--max-tokens x --update-freq x processes =", ""])
+SETTINGS = ["--max-update", "--max-tokens x --update-freq x processes =", "text", ""]
+
+
+@pytest.mark.parametrize("name", SETTINGS)
 def test_runs_with_other_settings_are_told(two_systems, name):
     """But not settings of the methods, nor the seed; and that 60 sentences are few."""
     flags = {"moe": {"--smoe-strata": "8"}, "dense": {"--moe-freq": "0", "--lr": "1"}}
@@ -559,13 +562,16 @@ def test_runs_with_other_settings_are_told(two_systems, name):
             "flags": {"--lr": "1.0", "--seed": f"{number}"} | own,
         }
         content["trained"] = {"--max-update": "300"}
-        if name:
+        if name == "text":
+            content["text"] = f"{number}"
+        elif name:
             content["trained" if name == "--max-update" else "flags"][name] = f"{number}000"
         (two_systems[0] / f"runs/multi30k/{method}/identity.json").write_text(json.dumps(content))
     printed = table(two_systems[0], "multi30k", "--compare", "moe", "dense").stdout
+    assert ("different text" in printed) == (name == "text")
     told = [line for line in printed.splitlines() if "moe has" in line]
     flag = name.partition(" x ")[0]
-    assert len(told) == bool(name) and all(f"dense has {flag} 2000" in line for line in told)
+    assert len(told) == (name[:1] == "-") and all(f"dense has {flag} 2000" in line for line in told)
     assert not any(flag in line for line in told for flag in ("--seed", "--lr", "--moe-freq"))
     assert "60 of en-de" in printed
 

@@ -129,8 +129,8 @@ def changed_setting(dataset: Dataset, flags: Sequence[str] | None = None) -> str
     now, others = _settings(dataset, flags or ()), {"languages"}  # that `check_prepared` compares
     later = {key: now[key] for key in (_POSITIONS, "keep")}  # older records lack them
     before = later | _record(Folders(dataset)).get("settings", now)
-    if flags is None:  # `with_pretrained` compares the model, which has positions
-        others |= {"pretrained", _POSITIONS}
+    if flags is None:  # `with_pretrained` compares the model
+        others |= {"pretrained"}
         before["subwords"] = before["subwords"][: len(now["subwords"])]
     changed = (
         key for key in now.keys() - others if (before.get(key) or None) != (now[key] or None)
@@ -165,7 +165,8 @@ def _settings(dataset: Dataset, flags: Sequence[str]) -> dict[str, object]:
     settings |= {"shards": dataset.shards, "subwords": [*arguments(dataset.subwords), *flags]}
     settings |= {"pretrained": source_of(dataset), "new-languages": dataset.new_languages}
     settings |= {"add-subwords": dataset.add_subwords, "trim": dataset.trim}
-    settings |= {_POSITIONS: dataset.train.get(_POSITIONS), "keep": [*dataset.keep]}
+    own = None if source_of(dataset) else dataset.train.get(_POSITIONS)  # else the model's
+    settings |= {_POSITIONS: own, "keep": [*dataset.keep]}
     return settings | {"languages": dataset.codes}
 
 

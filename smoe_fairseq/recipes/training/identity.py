@@ -167,13 +167,15 @@ def other_settings(saved: dict, words: Sequence[str], processes: int, data: Path
 
 
 def differing(runs: Sequence[Path], left_out: Collection[str] = ()) -> list[str]:
-    """The flags, and limits of ended trainings, in which runs differ, such as "moe has --lr 1, dense --lr 2".
+    """The text, flags and limits of ended trainings in which runs differ: "moe has --lr 1, dense --lr 2".
 
     Seeds, flags in ``left_out``, and runs whose folders have no identity are not compared.
     """
     saved = {run.name: each for run in runs if (each := record(run))}
     unended = [run for run, each in saved.items() if _TRAINED not in each]
     found = [f"the training of {' and '.join(unended)} has not ended"] if unended else []
+    if len({each.get(_TEXT) for each in saved.values()} - {None}) > 1:
+        found.append(f"{' and '.join(saved)} were trained on different text")
     flags = {run: each["flags"] | each.get(_TRAINED, {}) for run, each in saved.items()}
     names = dict.fromkeys(name for own in flags.values() for name in own)
     left_out = {*left_out, "--seed", *(_LIMITS if unended else ())}
