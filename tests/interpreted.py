@@ -16,6 +16,9 @@ from torch.multiprocessing import start_processes
 from smoe_fairseq.modules import StratifiedMoE, fused
 
 OWN = "fused-triton"  # products by our own kernels
+torch.backends.cuda.matmul.fp32_precision = (
+    "tf32"  # as transformers sets it; the older getter fails then
+)
 GROUPED = {"execution": "grouped", "width": 39, "inner": 150}  # sizes that torch's product refuses
 FULL = {"capacity_factor": 0.7}
 CASES = {
@@ -26,6 +29,7 @@ CASES = {
     "raw weights": ("2-3", {**FULL, "gate_normalization": "none"}),
     "three of many": ("2-0-3-12", {"top_k": 3, "capacity_factor": 1.1}),
     "empty strata and experts": ("1-2-2", {"capacity_factor": 0.0}),
+    "second choices of nearly nothing": ("4", {"capacity_factor": 1.0}),
     "evaluation": ("2-3", {"capacity_factor": 0.5, "dropout": 0.3}),
     "our products": ("2-3", {"execution": OWN, "activation_dropout": 0.2}),
     "our products of any width": ("2-3", {"execution": OWN, "width": 39, "inner": 150}),
@@ -86,6 +90,13 @@ def compare(name: str) -> list[str]:
             block.layer_norms[0].weight.zero_()
             block.layer_norms[0].bias.fill_(1)
             block.gates[0].weight.copy_(torch.tensor([[9.0], [-9], [-9], [-9], [0]]))
+    if name == "second choices of nearly nothing":
+        with torch.no_grad():  # 2e-9, which is the whole weight where the first expert is full
+            block.layer_norms[0].weight.fill_(0.1)
+            block.layer_norms[0].bias.fill_(1)
+            gate_ED = block.gates[0].weight.zero_()
+            gate_ED[0] = 20 / gate_ED.shape[1]
+            gate_ED[1:3, :2] = torch.tensor([[10.0, -10], [-10, 10]])
     block.train(name != "evaluation")
     how = options.get("execution", "fused")
     # Dropout depends on the kernels' random numbers, which are the same with both products.

@@ -20,7 +20,7 @@ import interpreted  # noqa: E402
 from sampling import soak  # noqa: E402
 
 from benchmarks.gpu import resources  # noqa: E402
-from smoe_fairseq.modules import StratifiedMoE, fused, kernels  # noqa: E402
+from smoe_fairseq.modules import StratifiedMoE, fused, kernels, products  # noqa: E402
 
 GROUPS = [interpreted.CASES, interpreted.NOISY, interpreted.OTHERS, [interpreted.ROUNDED]]
 GROUPS += [[name] for name in interpreted.LOST] + [interpreted.SHARDED]
@@ -83,10 +83,22 @@ def test_auto_takes_the_kernels_on_all_gpus_that_triton_supports(capability, dty
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
     monkeypatch.setattr(fused, "shrinkage", lambda *_: 1)
-    monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: "high")
+    monkeypatch.setattr(products.torch_features, "float32_is_exact", lambda: False)
     assert fused.applies(block, x) == (capability != (7, 0))
-    monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: "highest")
+    monkeypatch.setattr(products.torch_features, "float32_is_exact", lambda: True)
     assert fused.applies(block, x) == (capability != (7, 0) and dtype != torch.float32)
+
+
+def test_rows_are_whole_16_bytes_in_the_type_of_the_product():
+    """Under autocast, the experts' weights have another type."""
+    weight, types = torch.empty(2, 64, 20), (torch.float32, torch.bfloat16)
+    assert [products.torch_has_one(weight, dtype) for dtype in types] == [True, False]
+
+
+def test_an_old_triton_has_no_kernels(monkeypatch):
+    """It compiles them and then refuses the arguments of the second launch."""
+    monkeypatch.setattr(triton, "__version__", "3.5.1")
+    assert products.kernels.__wrapped__() is None
 
 
 def test_kernels_are_launched_on_the_tokens_device(monkeypatch):

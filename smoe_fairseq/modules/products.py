@@ -27,17 +27,21 @@ TILE = 128  # rows and columns of a tile of our products
 DEPTH = 32  # how many numbers it sums at a time
 
 
-def can_group(weight: Tensor) -> bool:
-    """Whether torch has a grouped product for such weights, whose rows must be multiples of 16 bytes."""
-    if torch_features.grouped_mm is None or weight.dtype not in TYPES:
+def can_group(weight: Tensor, dtype: torch.dtype) -> bool:
+    """Whether torch has a grouped product for such weights as ``dtype``, of rows of whole 16 bytes."""
+    if torch_features.grouped_mm is None or dtype not in TYPES:
         return False
-    return all(size * weight.element_size() % 16 == 0 for size in weight.shape[1:])
+    return all(size * dtype.itemsize % 16 == 0 for size in weight.shape[1:])
 
 
 @functools.cache
 def kernels():
-    """The kernels; None without Triton."""
+    """The kernels; None without Triton, or with one before 3.6, which launches compiled kernels otherwise."""
     if importlib.util.find_spec("triton") is None:
+        return None
+    import triton
+
+    if tuple(map(int, triton.__version__.split(".")[:2])) < (3, 6):
         return None
     from smoe_fairseq.modules import kernels
 
@@ -53,17 +57,17 @@ def why_not_triton(device: torch.device, dtype: torch.dtype) -> str:
         return "our kernels are for NVIDIA's GPUs"
     if torch.cuda.get_device_capability(device) < OLDEST:
         return "our kernels need compute capability 7.5"
-    if dtype == torch.float32 and torch.get_float32_matmul_precision() == "highest":
+    if dtype == torch.float32 and torch_features.float32_is_exact():
         return "float32 is exact; half precision is faster"
     if dtype not in TYPES:
         return f"our kernels do not know {str(dtype).removeprefix('torch.')}"
-    return "" if kernels() is not None else "Triton is not installed"
+    return "" if kernels() is not None else "Triton 3.6 or later is not installed"
 
 
 def torch_has_one(weight: Tensor, dtype: torch.dtype) -> bool:
     """Whether torch has a grouped product for such weights that is one kernel in this type, or on a CPU."""
-    if weight.device.type != "cuda" or not can_group(weight):
-        return can_group(weight)
+    if weight.device.type != "cuda" or not can_group(weight, dtype):
+        return can_group(weight, dtype)
     if torch.version.cuda is None or dtype != torch.bfloat16:
         return False
     return torch.cuda.get_device_capability(weight.device)[0] in ONE_KERNEL
@@ -72,7 +76,7 @@ def torch_has_one(weight: Tensor, dtype: torch.dtype) -> bool:
 def products_of(weight: Tensor) -> "TorchProducts | None":
     """torch's product for weights ``(E, O, I)`` where it is one kernel, or traced; else ours, if they fit."""
     if torch.compiler.is_compiling():
-        return TorchProducts(_traced) if can_group(weight) else None
+        return TorchProducts(_traced) if can_group(weight, weight.dtype) else None
     if torch_has_one(weight, weight.dtype):
         return TorchProducts()
     tile = tile_of(weight.device, weight.dtype)
@@ -197,8 +201,7 @@ class TritonProducts(TorchProducts):
     def _launch(self, kernel, programs: int, x: Tensor, ends: Tensor, **named) -> None:
         named |= {"x": x, "ends": ends, "held": len(ends) // self.ranks, "ranks": self.ranks}
         # Whether float32 may be rounded, as Triton names it.
-        exact = torch.get_float32_matmul_precision() == "highest"
-        named["PRECISION"] = "ieee" if exact else "tf32"
+        named["PRECISION"] = "ieee" if torch_features.float32_is_exact() else "tf32"
         if self.launch is not None:
             return self.launch(kernel, programs, num_warps=8, **named)
         tensors = [value for value in named.values() if isinstance(value, Tensor)]

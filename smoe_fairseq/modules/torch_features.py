@@ -19,6 +19,14 @@ AUTOCAST = frozenset(
 )
 
 
+def float32_is_exact() -> bool:
+    """Whether float32 products on a GPU may not be rounded to TF32, by torch's newer setting or the older."""
+    precision = getattr(torch.backends.cuda.matmul, "fp32_precision", None)  # since torch 2.9
+    if precision is None:  # where both exist, reading the older one fails once the newer is set
+        return torch.get_float32_matmul_precision() == "highest"
+    return precision != "tf32"
+
+
 def autocast_dtype(device: torch.device) -> torch.dtype | None:
     """Autocast's type on this device; None if it is disabled or not supported."""
     if device.type in AUTOCAST and torch.is_autocast_enabled(device.type):

@@ -174,7 +174,7 @@ def spread(
         raw = tl.where(chosen, tl.sum(raw, 2), 0.0)
         weight = tl.load(weights + mine, real, 0.0)
         mean = tl.sum(grad_weight * weight, 1)
-        share = tl.maximum(tl.sum(raw, 1), 1.1920929e-07)
+        share = tl.maximum(tl.sum(raw, 1), 1.1754944e-38)
         grad_weight = tl.where(chosen, (grad_weight - mean[:, None]) / share[:, None], 0.0)
     of = (choice[:, :, None] == e[None, None, :]) & real[:, :, None]
     grad_p = tl.sum(tl.where(of, grad_weight[:, :, None], 0.0), 1)

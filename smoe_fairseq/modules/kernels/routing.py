@@ -151,7 +151,7 @@ def route(
         drawn = tl.rand(tl.load(seed) + 4 * stratum, at[:, None] * BLOCK_K + k[None, :])
         share = weight_TK
         if BEFORE:
-            share = share / tl.maximum(tl.sum(share, 1), 1.1920929e-07)[:, None]
+            share = share / tl.maximum(tl.sum(share, 1), 1.1754944e-38)[:, None]
         valid = valid & ((k == 0)[None, :] | (drawn < 2 * share))
     mine = at[:, None] * K + k[None, :]
     real = inside[:, None] & (k < K)[None, :]
@@ -322,7 +322,7 @@ def dispatch(
     if NORMALIZE == "after-drop":
         weight = tl.where(fits, weight, 0.0)
     if NORMALIZE != "none":
-        weight = weight / tl.maximum(tl.sum(weight, 1), 1.1920929e-07)[:, None]
+        weight = weight / tl.maximum(tl.sum(weight, 1), 1.1754944e-38)[:, None]
     tl.store(weights + mine, tl.where(fits, weight, 0.0), live[:, None] & (k < K)[None, :])
 
     best = _column(tl.load(choices + mine, live[:, None] & (k < K)[None, :], 0), 0, BLOCK_K)
