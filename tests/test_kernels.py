@@ -74,6 +74,17 @@ def test_tiles_are_as_large_as_the_device_allows(columns, shrink, logged, monkey
     assert shrink is None or set(found.seen) == set(everything.split())
 
 
+@pytest.mark.parametrize("where", [torch.inference_mode, torch.autograd.graph.save_on_cpu])
+def test_the_first_block_may_be_anywhere(where, monkeypatch, caplog):
+    """Translation is in inference mode; checkpoints of activations have hooks."""
+    monkeypatch.setattr(fused, "kernels", lambda: Kernels(256))
+    monkeypatch.setattr(fused, "_shrinks", {})
+    block = StratifiedMoE(512, 64, "4-4", execution="fused").eval()
+    with where():
+        assert fused.shrinkage(block, torch.empty(3, 512)) == 1
+    assert not caplog.records
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("capability", [(7, 0), (7, 5), (8, 0), (8, 9), (9, 0), (12, 0)])
 def test_auto_takes_the_kernels_on_all_gpus_that_triton_supports(capability, dtype, monkeypatch):

@@ -84,13 +84,15 @@ def _spills(block, x: Tensor, shrink: int) -> int:
 
 
 def rehearse(block, x: Tensor, start: Callable, shrink: int = 1) -> None:
-    """Calls ``start`` for each kernel of a training pass over a token of ``x``, without computing."""
+    """Calls ``start`` for each kernel of a training pass over a token of ``x``, without computing.
+
+    Without autograd, which would depend on where this is: in inference mode, or within hooks for what a
+    checkpoint saves.
+    """
     dtype = autocast_dtype(x.device) or block.experts.w1.dtype
 
     def empty(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        dtype = dtype or tensor.dtype
-        grad = dtype.is_floating_point
-        return torch.empty_like(tensor, device="meta", dtype=dtype, requires_grad=grad)
+        return torch.empty_like(tensor, device="meta", dtype=dtype)
 
     def launcher(named: dict, *tensors: Tensor) -> Launcher:
         made = Launcher(named, *tensors)
@@ -107,9 +109,11 @@ def rehearse(block, x: Tensor, start: Callable, shrink: int = 1) -> None:
     norms = [empty(p) for norm in block.layer_norms for p in (norm.weight, norm.bias)]
     gates, experts = [empty(gate.weight) for gate in block.gates], block.experts
     weights = [empty(w, dtype) for w in (experts.w1, experts.b1, experts.w2, experts.b2)]
-    with torch.enable_grad():
-        outputs = _Block.apply(run, empty(x_TD), *norms, *gates, *weights)
-        torch.autograd.backward(outputs, [torch.empty_like(output) for output in outputs])
+    ctx = SimpleNamespace(set_materialize_grads=lambda _: None)
+    ctx.save_for_backward = lambda *tensors: setattr(ctx, "saved_tensors", tensors)
+    with torch.no_grad():
+        outputs = _Block.forward(ctx, run, empty(x_TD), *norms, *gates, *weights)
+        _Block.backward(ctx, *(torch.empty_like(output) for output in outputs))
 
 
 def applies(block, x: Tensor) -> bool:
