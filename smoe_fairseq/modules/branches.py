@@ -157,7 +157,7 @@ def mask_outputs(x: Tensor, p: float, training: bool) -> Tensor:
     if p == 0:
         return x
     if training:
-        return x * (torch.rand_like(x) >= p)
+        return x * (torch.rand_like(x, dtype=torch.float32) >= p)  # bf16 has few numbers
     return x * (1 - p)
 
 
