@@ -8,6 +8,7 @@ from commands import SCRIPTS, TINY, generation, refused, run, run_python
 from sampling import soak
 
 import smoe_fairseq
+from smoe_fairseq.cli import COMMANDS
 
 USER_DIR = Path(smoe_fairseq.__file__).parent
 
@@ -44,6 +45,23 @@ import fairseq
 assert "smoe_fairseq.compat" in sys.modules and "smoe_fairseq" not in sys.modules
 """
     run("python", "-c", program)
+
+
+# Each may be the first to import fairseq.
+COMMAND_MODULES = sorted({module for module, _ in COMMANDS.values()})
+FIRST = """
+import importlib, os, sys
+import omegaconf, sacrebleu, torch
+for name in sys.argv[1:]:
+    if not (child := os.fork()):
+        importlib.import_module(name)
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0, name
+"""
+
+
+def test_each_command_may_be_imported_first():
+    run("python", "-c", FIRST, *COMMAND_MODULES)
 
 
 @pytest.mark.parametrize(

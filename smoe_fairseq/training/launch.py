@@ -15,7 +15,7 @@ import torch.distributed as dist
 from omegaconf import OmegaConf
 
 from smoe_fairseq import locks
-from smoe_fairseq.checkpoints.trained_with import dictionary_checksums
+from smoe_fairseq.checkpoints import trained_with  # which may be the first to import fairseq
 from smoe_fairseq.compat.replacing import replaces
 from smoe_fairseq.ending import end_with_parent
 from smoe_fairseq.errors import UsageError, ends_with_sentence
@@ -250,7 +250,7 @@ def check_flags(cfg, task) -> None:
     """Raise UsageError, on all ranks, if one has other flags, dictionaries or data than rank 0."""
     if is_distributed():
         settings = _settings(cfg)
-        for name, dictionary in dictionary_checksums(task).items():
+        for name, dictionary in trained_with.dictionary_checksums(task).items():
             settings[f"the {name} dictionary"] = dictionary["sha256"][:12]
         for split, dataset in getattr(task, "datasets", {}).items():
             settings |= _data(split, dataset)
