@@ -326,6 +326,17 @@ def test_gradient_of_the_activation(name, dropout, execution):
     assert torch.autograd.gradcheck(run, (x, *block.experts.parameters()), fast_mode=True)
 
 
+@pytest.mark.parametrize("tokens", [0, 1, 9])
+@pytest.mark.parametrize("function", ["swiglu", "PReLU"])
+def test_inner_sizes_of_any_number_and_experts_without_tokens(function, tokens, execution):
+    """torch's grouped product takes the first matrices of gated experts of 6, not the second ones."""
+    function = torch.nn.PReLU() if function == "PReLU" else function
+    block = StratifiedMoE(16, 6, "2-2", activation_fn=function, execution=execution)
+    y, stats = block(torch.randn(tokens, 16, requires_grad=True))
+    (y.sum() + stats.balance_loss).backward()
+    assert all(p.grad is None or p.grad.isfinite().all() for p in block.parameters())
+
+
 def test_frozen_experts_get_no_gradient(execution):
     x, mask = make_input("some")
     block = make_block("4-4", capacity_factor=0, execution=execution)

@@ -148,7 +148,7 @@ def start_pass(
     """
     if callable(execution):
         return execution(experts)
-    if execution == "per-expert" or why_per_expert(weights[0], execution):
+    if execution == "per-expert" or why_per_expert(weights[2], execution):
         return PerExpert(experts)
     return Grouped(experts)
 

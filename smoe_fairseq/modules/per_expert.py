@@ -105,7 +105,7 @@ class ExpertSum(torch.autograd.Function):
         trains = any(ctx.needs_input_grad[2:6])
         buffer = Gradients(ctx.sizes, ctx.own, (w1, b1, w2, b2), sums) if trains else None
         x_grad_TD = torch.zeros_like(x_TD)
-        weight_grads, parameter_grads = [], [0.0] * len(ctx.hidden.parameters)
+        weight_grads, parameter_grads = [], [None] * len(ctx.hidden.parameters)
         per_expert = len(kept) // max(sum(size > 0 for size in ctx.sizes), 1)
         saved = zip(*[iter(kept)] * per_expert) if kept else iter(())
         for e, token_n, weight_n1 in _busy(ctx.own.start, ctx.sizes, token_N, weight_N1):
@@ -123,7 +123,8 @@ class ExpertSum(torch.autograd.Function):
             if trains:
                 buffer.add(e, 0, h_grad_nF, x_nD, weight_n1)
             x_grad_TD.index_add_(0, token_n, (h_grad_nF @ w1[e]).mul_(weight_n1))
-            parameter_grads = [a + b for a, b in zip(parameter_grads, of_parameters, strict=True)]
+            both = zip(parameter_grads, of_parameters, strict=True)
+            parameter_grads = [b if a is None else a + b for a, b in both]
         weight_grad_TK = weight_N1.new_zeros(ctx.shape_TK)
         if weight_grads:
             weight_grad_TK.view(-1)[copy_N] = torch.cat(weight_grads).to(weight_N1.dtype)
