@@ -101,9 +101,12 @@ def test_settings_of_validation_by_translations(dry, settings, expected):
     assert flags["--maximize-best-checkpoint-metric"] == ""
     assert {name: flags.get(f"--{name}") for name in expected} == expected
     assert ("--patience" in flags) == ("patience" in settings)
-    (words,) = commands(dry("train", "own", "moe", "--max-epoch", "3"), "fairseq-train")
-    # fairseq does not validate after the last epoch by itself.
-    assert flag_values(words).get("--validate-interval") == ("3" if "every" in settings else None)
+    # fairseq does not validate after the last epoch by itself; the schedule needs each epoch's loss.
+    plateau = ("--lr-scheduler", "reduce_lr_on_plateau")
+    for typed, expected in ((("--max-epoch", "3"), "3"), (plateau, "1")):
+        (words,) = commands(dry("train", "own", "moe", *typed), "fairseq-train")
+        every = flag_values(words).get("--validate-interval")
+        assert every == (expected if "every" in settings else None)
 
 
 def test_the_mean_of_the_last_checkpoints(dry, tmp_path):

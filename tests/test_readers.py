@@ -22,7 +22,7 @@ from test_recipes import write_dataset, write_text
 
 from smoe_fairseq.cli import main
 from smoe_fairseq.errors import UsageError
-from smoe_fairseq.recipes.data import readers
+from smoe_fairseq.recipes.data import prepare, readers
 from smoe_fairseq.recipes.data.checks import TESTS
 from smoe_fairseq.recipes.data.download import remote_files
 from smoe_fairseq.recipes.data.elsewhere import sacrebleu_files
@@ -618,6 +618,9 @@ def test_a_test_set_of_sacrebleu(tmp_path, dataset, monkeypatch, capsys):
     own.source["datasets"] = "none"  # for all else
     section = find(own, tmp_path, "test", "en-de")
     assert section.files["de"] == tmp_path / "wmt13.de-en.src"
+    # They are part of what text was prepared from, also beside another folder.
+    known = prepare._digests(tmp_path / "text", section.files.values())
+    assert known.keys() == {"wmt13.de-en.src", "wmt13.de-en.ref"}
     assert "names of" not in capsys.readouterr().err  # of the directions that are searched
     with pytest.raises(UsageError, match="wmt13 has no fr-de"):
         sacrebleu_files("wmt13", readers.Languages(["fr", "de"]))

@@ -187,6 +187,10 @@ def test_codes_of_languages_that_were_exchanged_are_refused(tiny, tmp_path):
     for command in words:
         sentence = refusal(step(*command.split(), **mended))
         assert "`languages: {en: swh}`" in sentence and "data/tiny/raw" in sentence
+    record = tmp_path / "data/tiny/raw/.settings.json"
+    record.rename(tmp_path / "record")  # the folder may be the user's own
+    assert "data/tiny/raw" not in refusal(step("prepare", "tiny", **mended))
+    (tmp_path / "record").rename(record)
     shutil.rmtree(tmp_path / "data/tiny/bin")
     raw = ""
     assert "`languages: {en: swh}`" in refusal(step("prepare", "tiny", **mended))

@@ -246,6 +246,13 @@ def test_every_system_and_column_of_the_paper_is_one_of_the_recipes():
         assert not classes or sorted(in_classes) == sorted(dataset.languages[1:])
 
 
+def test_a_methods_file_has_no_flags_of_the_recipe(configs):
+    configs({"pairs": ["en-fr"]})
+    configs({"train": {"user-dir": "x"}}, "methods/own.yaml")
+    with pytest.raises(UsageError, match="own.yaml.*train.user-dir"):
+        method_flags("own", load_dataset("odd"))
+
+
 def test_bounds_of_classes():
     sizes = {"a": 900_001, "b": 900_000, "c": 100_000, "d": 99_999}
     assert resource_classes("opus100", sizes) == {"high": ["a"], "medium": ["b", "c"], "low": ["d"]}

@@ -94,7 +94,8 @@ class Folders:
                     f"{record.parent} was made with `languages: {{{code}: {other}}}`, not {model}"
                 )
                 again = f"run scripts/prepare.sh {self.dataset} again"
-                raise UsageError(f"{made}: delete {self.binary} and {self.raw}, and {again}")
+                raw = f"and {self.raw}, " * (self.raw / GATHERED).exists()  # else the user's own
+                raise UsageError(f"{made}: delete {self.binary} {raw}and {again}")
 
     def texts(self, split: str, pair: str) -> dict[str, Path]:
         """A pair's files in `raw`, by language."""

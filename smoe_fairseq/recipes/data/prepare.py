@@ -203,11 +203,12 @@ def _text_of(dataset: Dataset, source: Path) -> Iterable[Path]:
 
 
 def _digests(source: Path, files: Iterable[Path]) -> dict[str, str]:
-    """A digest of each file's content, by its path in ``source``, which may be the file."""
+    """A digest of each file's content, by its path in ``source``, which may be the file; others by name."""
     digests = {}
     for path in filter(Path.is_file, files):
         with open(path, "rb") as file:
-            name = path.name if path == source else str(path.relative_to(source))
+            within = source in path.parents  # test sets of sacreBLEU are not
+            name = str(path.relative_to(source)) if within else path.name
             digests[name] = hashlib.file_digest(file, "sha256").hexdigest()
     return digests
 

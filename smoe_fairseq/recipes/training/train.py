@@ -200,7 +200,9 @@ def plan(
         return int(value) if value.isdecimal() else 0
 
     folder = Path(typed.get("--save-dir") or Folders(dataset).runs / run_name(dataset, method))
-    validation = validation_flags(dataset, number("max-epoch"))
+    # By the loss at the end of each epoch, this schedule lowers the rate.
+    is_plateau = typed.get("--lr-scheduler", own.get("lr-scheduler")) == "reduce_lr_on_plateau"
+    validation = validation_flags(dataset, 1 if is_plateau else number("max-epoch"))
     recipe = dataset.train | validation | method_flags(method, dataset)
     recipe |= {"seed": seed_of(dataset)}
     if typed.get("--criterion", recipe.get("criterion")) != CRITERION:
@@ -240,7 +242,7 @@ def begin_log(file: Path, line: str) -> None:
 def validation_flags(dataset: Dataset, epochs: int = 0) -> Flags:
     """The flags of fairseq-train for the data set's ``validate``: by translations, or by the loss.
 
-    After the last of a number of ``epochs``, fairseq does not validate by itself.
+    Validation that counts updates is also after a number of ``epochs``, as at the end of training.
     """
     if not (settings := dataset.validate):
         return {}
@@ -266,7 +268,7 @@ def _adapt_flags(
 ) -> tuple[Flags, list[str], list[str]]:
     """The recipe's and the user's flags, adapted to launch, batch and precision; and comments."""
     flags, extra, notes = recipe | launch.flags(), list(extra), []
-    flags |= {name: recipe[name] for name in recipe.keys() & {"ddp-backend"}}
+    flags["ddp-backend"] = value_of(recipe, "ddp-backend", flags.get("ddp-backend"))
     if not launch.cpu:
         flags.setdefault("num-workers", GPU_WORKERS)
     if launch.cpu and launch.gpus:
