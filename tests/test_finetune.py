@@ -132,6 +132,7 @@ def test_trained(tuned):
     for method in ("dense", "smoe-2-2"):
         result = recipe(folder, "train", "mine", method, "--lr", "1e-20", **settings)
         assert result.returncode == 0, result.stdout + result.stderr
+        assert "prepared with other" not in result.stderr
         found[method] = validation((folder / f"runs/mine/{method}/train.log").read_text())
         assert not (folder / f"runs/mine/{method}/upcycled.pt").exists()
     (words,) = commands(

@@ -88,6 +88,7 @@ def test_prepared_text_is_the_raw_text(tiny):
         assert decoded == [" ".join(x.split()) for x in open(folder / "text" / name, newline="\n")]
     assert not list(folder.glob("data/**/*.partial"))
     assert "prepared already" in results["again"].stdout
+    assert "prepared with other" not in results["train"].stderr
 
 
 @pytest.mark.parametrize("change", [sorted, lambda lines: lines[:20]], ids=["order", "size"])
