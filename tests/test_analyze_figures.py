@@ -15,7 +15,7 @@ from smoe_fairseq.analysis import figures, report, training_log
 from smoe_fairseq.analysis.capacity import CapacityCheck
 from smoe_fairseq.analysis.record import Block, TypeCounts
 from smoe_fairseq.analysis.results import Results
-from smoe_fairseq.analysis.sentence import SentenceSide, Stop, visible
+from smoe_fairseq.analysis.sentence import SentenceSide, Stop, show, visible
 from smoe_fairseq.modules.strata import Strata
 
 
@@ -132,6 +132,25 @@ def test_tokens_are_text(results, tmp_path):
     figures.save(figures.draw_sentence([side]), tmp_path / "one")
     texts = {element.text for element in ElementTree.parse(tmp_path / "one.svg").iter()}
     assert texts >= set(shown)
+
+
+def test_numbers_are_below_their_tokens():
+    """On a terminal, where a letter may take two columns, or none."""
+    tokens = ["a", "▁这是", "कु", "b", "c"]
+    block = Block("decoder.layer.1", Strata.parse("-".join("2" * 12)))
+    side = side_of("decoder", tokens, [block], [[12, 3, 4, 10, 1]])
+    lines = ["  a  ▁这是 कु b  c", "  12 3     4 10 1"]
+    assert show([side], colour=False).splitlines()[1:] == lines
+
+
+def test_a_number_has_one_shade():
+    """On sides with different strata."""
+    few, many = (Block(f"{n}.layer.1", Strata.parse("-".join("2" * n))) for n in (2, 4))
+    sides = [side_of(str(len(each.strata)), ["a"], [each], [[2]]) for each in (few, many)]
+    limits = [ax.images[0].get_clim() for ax in figures.draw_sentence(sides).axes]
+    assert limits == [(0.5, 4)] * 2
+    painted = [line for line in show(sides, colour=True).splitlines() if "\033" in line]
+    assert len(painted) == 2 and len(set(painted)) == 1
 
 
 def test_fonts_of_other_scripts(tmp_path, capsys):

@@ -392,21 +392,21 @@ PER_ROW = 16  # tokens; a longer sentence has several rows
 
 @styled
 def draw_sentence(sides: list[SentenceSide]) -> Figure:
-    """One row of cells per block, a column per token."""
+    """One row of cells per block, a column per token; a number has the same shade everywhere."""
+    most = max(len(block.strata) for side in sides for block in side.blocks)
     parts = [(side, start) for side in sides for start in range(0, len(side.tokens), PER_ROW)]
     heights = [0.75 + 0.3 * len(side.blocks) for side, _ in parts]
     ratios = {"height_ratios": heights}
     figure, axes = new(len(parts), 1, width=7.6, height=sum(heights), gridspec_kw=ratios)
     for ax, (side, start) in zip(axes[:, 0], parts):
-        panel(ax, side, start)
+        panel(ax, side, start, most)
     return figure
 
 
-def panel(ax, side: SentenceSide, start: int) -> None:
+def panel(ax, side: SentenceSide, start: int, most: int) -> None:
     """Up to `PER_ROW` tokens, from index ``start`` on."""
     tokens = side.tokens[start : start + PER_ROW]
     values = np.array([row[start : start + PER_ROW] for row in side.requested])
-    most = max(len(block.strata) for block in side.blocks)
     heat_map(ax, values, 0.5, most, "d", size=9)
     ax.set_xticks(range(len(tokens)), tokens, rotation=40, ha="left", rotation_mode="anchor")
     ax.xaxis.tick_top()

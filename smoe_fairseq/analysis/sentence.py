@@ -1,6 +1,7 @@
 """Routes of a sentence's tokens through the strata."""
 
 import os
+import unicodedata
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -160,12 +161,13 @@ def run_sentence(
 def show(sides: list[SentenceSide], colour: bool) -> str:
     """For a terminal: the tokens with their requested capacity below, block by block."""
     lines = []
+    most = max((len(block.strata) for side in sides for block in side.blocks), default=1)
     for side in sides:
         for block, requested in zip(side.blocks, side.requested):
             strata = len(block.strata)
             mean = sum(requested) / len(requested)
             lines.append(f"{block.title}: requested capacity of 1 to {strata}, mean {mean:.2f}")
-            lines += _wrap(side.tokens, requested, strata, colour)
+            lines += _wrap(side.tokens, requested, most, colour)
             lines.append("")
     return "\n".join(lines[:-1])
 
@@ -175,26 +177,29 @@ def wants_colour(stream) -> bool:
     return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 
-def _wrap(tokens: list[str], requested: list[int], strata: int, colour: bool) -> list[str]:
+def _wrap(tokens: list[str], requested: list[int], most: int, colour: bool) -> list[str]:
     columns = max(40, int(os.environ.get("COLUMNS") or 80) - 2)
     rows, width = [[]], 0
     for token, value in zip(tokens, requested):
-        size = max(len(token), 1) + 1
-        if width + size > columns and rows[-1]:
+        size = max(_width(token), len(str(value)))
+        if width + size + 1 > columns and rows[-1]:
             rows.append([])
             width = 0
-        rows[-1].append((token, value))
-        width += size
-    lines = []
-    for row in rows:
-        lines.append("  " + " ".join(_paint(token, value, strata, colour) for token, value in row))
-        lines.append("  " + " ".join(str(value).ljust(len(token)) for token, value in row).rstrip())
-    return lines
+        painted = _paint(token, value, most, colour) + " " * (size - _width(token))
+        rows[-1].append((painted, str(value).ljust(size)))
+        width += size + 1
+    return ["  " + " ".join(line).rstrip() for row in rows for line in zip(*row)]
 
 
-def _paint(token: str, value: int, strata: int, colour: bool) -> str:
+def _width(text: str) -> int:
+    """Columns of a terminal: two for wide characters, none for those that combine with others."""
+    wide = sum(unicodedata.east_asian_width(character) in "WF" for character in text)
+    return len(text) + wide - sum(unicodedata.category(each) in ("Mn", "Me", "Cf") for each in text)
+
+
+def _paint(token: str, value: int, most: int, colour: bool) -> str:
     if not colour:
         return token
-    level = round((value - 1) / max(strata - 1, 1) * (len(SHADES) - 1))
+    level = round((value - 1) / max(most - 1, 1) * (len(SHADES) - 1))
     background, text = SHADES[level]
     return f"\033[48;5;{background};38;5;{text}m{token}\033[0m"
