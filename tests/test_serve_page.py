@@ -3,9 +3,11 @@
 Where there is no Chromium, all is skipped: ``apt-get install chromium``, or ``CHROMIUM=/path/to/it``.
 """
 
+import json
 import os
 import shutil
 import signal
+from contextlib import suppress
 
 import fairseq  # noqa: F401  (by which torch takes its checkpoints)
 import pytest
@@ -46,10 +48,15 @@ def talking(three_languages, multilingual):
 
 @pytest.fixture
 def opened(browser):
-    """Opens pages; whatever they ask for of elsewhere, or complain of, fails the test at its end."""
+    """Opens pages; whatever they ask for of elsewhere, or complain of, fails the test at its end.
+
+    ``answers`` are given in place of the server's.
+    """
     contexts, wrong = [], []
 
-    def open_page(serving, link="", size=DESKTOP, colours="light", touch=False, quiet=True):
+    def open_page(
+        serving, link="", size=DESKTOP, colours="light", touch=False, quiet=True, **answers
+    ):
         context = browser.new_context(
             viewport={"width": size[0], "height": size[1]}, color_scheme=colours, has_touch=touch
         )
@@ -60,8 +67,12 @@ def opened(browser):
         page.on("pageerror", lambda error: wrong.append(str(error)))
         if quiet:
             page.on("console", lambda m: m.type in ("log", "info") or wrong.append(m.text))
+        for path, answer in answers.items():
+            page.route(
+                f"**/{path}", lambda route, request, content=answer: route.fulfill(**content)
+            )
         page.goto(f"{serving.url}/{link}")
-        page.wait_for_selector("#source option", state="attached")
+        page.wait_for_selector("#source option, #error:not([hidden])", state="attached")
         return page
 
     yield open_page
@@ -237,6 +248,48 @@ def test_errors_are_seen(three_languages, gates_by_hand, opened):
         assert page.locator("#status").inner_text() == ""
 
 
+def answer_of(server, change=None) -> dict:
+    """The answer to `SENTENCE`, for `opened`; ``change`` is called with the routing of each side."""
+    asked = {"text": SENTENCE, "source": "aa", "target": "bb", "routing": True, "sentences": True}
+    _, content = server.post(**asked)
+    for side in content["translations"][0]["sentences"][0]["routing"].values():
+        if change:
+            change(side)
+    return {"json": content}
+
+
+def translation(page):
+    return page.get_by_role("region", name="Translation", exact=True)
+
+
+DOORS = {  # what the user does while a text is translated or its translation is shown
+    "swap": lambda page: page.get_by_role("button", name="Swap the languages").click(),
+    "from": lambda page: page.get_by_label("From", exact=True).select_option("bb"),
+    "to": lambda page: page.get_by_label("To", exact=True).select_option("cc"),
+    "no text": lambda page: (page.get_by_label("Text").fill(" "), submit(page)),
+    "a link that cannot be read": lambda page: page.evaluate("location.hash = '#%:a'"),
+    "a link of another direction": lambda page: page.evaluate("location.hash = '#xx-aa:a'"),
+}
+
+
+def submit(page):
+    page.get_by_label("Text").press("Control+Enter")
+
+
+def test_languages_have_names(server, opened):
+    codes = {"eng_Latn": "English", "zho_Hans": "Chinese", "fr_XX": "French", "ger": "German"}
+    codes |= {"a.b": "a.b"}
+    offered = server.get("/languages") | {"languages": [*codes], "directions": [], "any_pair": True}
+    page = opened(server, languages={"json": offered}, translate=answer_of(server))
+    names = page.locator("#source option").all_inner_texts()
+    for name, (code, expected) in zip(names, codes.items(), strict=True):
+        assert expected in name and code in name
+    examples = page.locator("#examples button")
+    assert examples.first.get_attribute("lang") == "en-Latn"  # as browsers name it
+    page.get_by_label("From", exact=True).select_option("ger")
+    assert examples.first.get_attribute("lang") == "de"
+
+
 def test_light_and_dark_can_be_read(server, opened):
     """Text on each colour, by the contrast that WCAG asks for (4.5)."""
     backs = set()
@@ -246,7 +299,12 @@ def test_light_and_dark_can_be_read(server, opened):
             """() => [...document.querySelectorAll('.swatch, .token, body, #model, button[type=submit]')]
             .map(e => [e, getComputedStyle(e)])
             .map(([e, s]) => [s.color, s.backgroundColor === 'rgba(0, 0, 0, 0)'
-                ? getComputedStyle(document.body).backgroundColor : s.backgroundColor])"""
+                ? getComputedStyle(document.body).backgroundColor : s.backgroundColor])
+            .concat([0, 1, 2, 3, 4].map(level => {  // numbers in the circles of strands
+                const strand = document.querySelector('.strand');
+                strand.setAttribute('class', `strand level-${level}`);
+                return ['.expert', 'circle'].map(e => getComputedStyle(strand.querySelector(e)).fill);
+            }))"""
         )
         for pair in pairs:
             low, high = sorted(map(luminance, pair))

@@ -1,11 +1,10 @@
 // The form: languages and text, which a link can contain; the translation and its routing.
 
 import { hide, sentence } from "./sentence.js";
-import { element, mostOf, title } from "./tokens.js";
+import { element, level, mostOf, tagOf, title } from "./tokens.js";
 
 const part = (id) => document.getElementById(id);
 const ALL = "all";
-const LONG_CODES = { eng: "en", deu: "de", ger: "de", fra: "fr", fre: "fr" };
 const EXAMPLES = {
   en: ["Your strong friend will walk under the tree.", "Her two old dogs sleep beside the warm stove."],
   de: ["Zwei Kinder spielen im Garten.", "Ihre zwei alten Hunde schlafen neben dem warmen Ofen."],
@@ -17,12 +16,10 @@ const layerOf = { encoder: ALL, decoder: ALL }; // name of the layer that is sho
 let pending = null; // the AbortController of the current request
 
 function nameOf(language) {
-  try {
-    const name = new Intl.DisplayNames(["en"], { type: "language", fallback: "none" }).of(language);
-    return name ? `${name} (${language})` : language;
-  } catch {
-    return language; // not a language code
-  }
+  const tag = tagOf(language);
+  const names = new Intl.DisplayNames(["en"], { type: "language", fallback: "none" });
+  const name = tag && (names.of(tag) ?? names.of(tag.split("-")[0])); // "fr-XX" has none
+  return name ? `${name} (${language})` : language;
 }
 
 function fill(select, languages, chosen) {
@@ -53,8 +50,7 @@ function selectDirection(source, target) {
 }
 
 function examplesIn(source) {
-  const [language] = source.split(/[-_]/);
-  return EXAMPLES[LONG_CODES[language] ?? language] ?? [];
+  return EXAMPLES[tagOf(source).split("-")[0]] ?? [];
 }
 
 // Before the first translation: what a stratum is, and examples in the source language.
@@ -66,7 +62,7 @@ function showExamples() {
   part("examples").replaceChildren(
     "Try:",
     ...sentences.map((text) => {
-      const button = element("button", { type: "button", textContent: text, lang: part("source").value });
+      const button = element("button", { type: "button", textContent: text, lang: tagOf(part("source").value) });
       button.addEventListener("click", () => {
         part("text").value = text;
         translate();
@@ -140,7 +136,7 @@ async function translate() {
 function show() {
   hide();
   const sentences = result?.sentences ?? [];
-  part("translation").lang = result?.target ?? "";
+  part("translation").lang = result ? tagOf(result.target) : "";
   part("translation").textContent = result?.translation ?? "";
   part("strata").hidden = !sentences.length;
   showExamples();

@@ -11,6 +11,15 @@ export function element(name, properties = {}, ...children) {
   return made;
 }
 
+// A language's code as browsers know it: "en-Latn" of "eng_Latn"; empty for what is no code.
+export function tagOf(language) {
+  try {
+    return new Intl.Locale(language.replaceAll("_", "-")).baseName;
+  } catch {
+    return "";
+  }
+}
+
 // "encoder.layer.1" -> "encoder layer 1"
 export function title(layer) {
   return layer.name.replaceAll(".", " ");
@@ -54,7 +63,7 @@ export function tokenRow(side, layers, language, chosen) {
     const shown = element("span", { className: "piece", textContent: piece(token), dir: "auto" });
     button.append(shown);
     if (side.special[index]) button.classList.add("special");
-    else shown.lang = language;
+    else shown.lang = tagOf(language);
     if (!pieces || side.special[index] || token.startsWith(WORD_BEGINS)) button.classList.add("begins");
     if (layers.length) {
       const value = requested(layers, index);
