@@ -290,6 +290,26 @@ def test_languages_have_names(server, opened):
     assert examples.first.get_attribute("lang") == "de"
 
 
+def test_counts_over_many_strata_can_be_read_on_a_phone(server, opened):
+    def widen(side):
+        for layer in side["layers"]:
+            layer["strata"], layer["first_experts"] = [2] * 12, [*range(0, 24, 2)]
+            stops = [{"stratum": i, "first": 2 * i, "experts": []} for i in range(12)]
+            layer["stops"] = [stops] * len(side["tokens"])
+
+    answer = answer_of(server, widen)
+    page = translated(opened(server, f"#aa-bb:{SENTENCE}", size=PHONE, translate=answer))
+    heads = page.locator("section[aria-label^=Source] svg.flow").first.locator("text.head")
+    assert heads.all_text_contents().count(str(len(CLASSES))) == 12 + 1  # with stratum 6
+    boxes = heads.evaluate_all(
+        "all => all.map(e => e.getBoundingClientRect()).map(b => [b.top, b.left, b.right])"
+    )
+    for (top, _, right), (below, left, _) in zip(sorted(boxes), sorted(boxes)[1:]):
+        assert top != below or right < left
+    page.locator(".token").first.focus()
+    assert " ".join(details(page)).count("no expert of a stratum") == 24  # in two layers
+
+
 def test_light_and_dark_can_be_read(server, opened):
     """Text on each colour, by the contrast that WCAG asks for (4.5)."""
     backs = set()

@@ -26,16 +26,20 @@ export function flow(side, layer, width, chosen) {
   const x = (column) => labels + 14 + column * step;
   const end = HEAD + side.tokens.length * ROW;
   const svg = shape("svg", { class: "flow", viewBox: `0 0 ${width} ${end + 4}`, role: "img" });
-  svg.setAttribute("aria-label", summary(layer));
+  const counts = layer.strata.map(() => 0); // tokens that stop
+  for (const { stratum } of layer.stops.flat()) counts[stratum] += 1;
+  const words = counts.map((count, stratum) => `${count} at stratum ${stratum + 1}`);
+  svg.setAttribute("aria-label", `Of ${layer.stops.length} tokens stop ${words.join(", ")}`);
 
   const narrow = step < 78;
   if (narrow) svg.append(shape("text", { class: "head label", x: labels, y: 14 }, "stratum"));
   svg.append(shape("text", { class: "head label", x: labels - 12, y: 29 }, "tokens"));
-  layer.strata.forEach((_, stratum) => {
-    const stops = layer.stops.filter((way) => way.some((stop) => stop.stratum === stratum)).length;
+  const number = side.tokens.length;
+  const share = step < 7 * `${number}/${number}`.length ? "" : `/${number}`; // where there is room
+  counts.forEach((count, stratum) => {
     const name = narrow ? stratum + 1 : `stratum ${stratum + 1}`;
     svg.append(shape("text", { class: "head", x: x(stratum), y: 14 }, name));
-    svg.append(shape("text", { class: "head", x: x(stratum), y: 29 }, `${stops}/${side.tokens.length}`));
+    svg.append(shape("text", { class: "head", x: x(stratum), y: 29 }, `${count}${share}`));
     svg.append(shape("line", { class: "bar", x1: x(stratum), x2: x(stratum), y1: HEAD, y2: end }));
   });
   svg.append(shape("text", { class: "head", x: x(strata), y: 14 }, "out"));
@@ -77,15 +81,6 @@ function path(stops, y, strata, x) {
     d += `H${x(stratum) - BRIDGE}a${BRIDGE} ${BRIDGE} 0 0 1 ${2 * BRIDGE} 0`;
   }
   return `${d}H${x(strata)}`;
-}
-
-// A description of the picture for screen readers.
-function summary(layer) {
-  const counts = layer.strata.map((_, stratum) => {
-    const stops = layer.stops.filter((way) => way.some((stop) => stop.stratum === stratum)).length;
-    return `${stops} at stratum ${stratum + 1}`;
-  });
-  return `Of ${layer.stops.length} tokens stop ${counts.join(", ")}`;
 }
 
 // Dims all strands except one; with null none.

@@ -110,7 +110,7 @@ export function detailsOf(side, layers, index) {
       const stop = stops.find((each) => each.stratum === stratum);
       const cell = element("td");
       if (!stop) cell.append("skipped");
-      else if (!stop.experts.length) cell.append("no expert");
+      else if (!stop.experts.length) cell.append("no expert of a stratum");
       else cell.append(...stop.experts.map(share));
       const head = element("th", { scope: "row", textContent: `stratum ${stratum + 1}` });
       table.append(element("tr", {}, head, cell));
