@@ -290,6 +290,21 @@ def test_languages_have_names(server, opened):
     assert examples.first.get_attribute("lang") == "de"
 
 
+def test_rows_from_right_to_left(server, opened):
+    def translate(side):
+        side["tokens"] = [
+            token if special else "\u2581\u0645" * (n + 1)
+            for n, (token, special) in enumerate(zip(side["tokens"], side["special"]))
+        ]
+
+    page = translated(opened(server, f"#aa-bb:{SENTENCE}", translate=answer_of(server, translate)))
+    tokens = page.locator("section[aria-label^=Source] .token")
+    lefts = tokens.evaluate_all("all => all.map(e => e.getBoundingClientRect().left)")
+    assert lefts == sorted(lefts, reverse=True)
+    tokens.first.press("ArrowLeft")
+    assert page.evaluate("document.activeElement === document.querySelectorAll('.token')[1]")
+
+
 def test_counts_over_many_strata_can_be_read_on_a_phone(server, opened):
     def widen(side):
         for layer in side["layers"]:

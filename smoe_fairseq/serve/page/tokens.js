@@ -3,6 +3,8 @@
 const LEVELS = 5;
 const WORD_BEGINS = "\u2581"; // sentencepiece's mark
 const THIN_SPACE = "\u2009"; // shown instead
+// The first letter is Hebrew, Arabic or another that is read so.
+const RIGHT_TO_LEFT = /^\P{L}*[\u0590-\u08ff\ufb1d-\ufdff\ufe70-\ufefc\u{10800}-\u{10fff}\u{1e800}-\u{1efff}]/u;
 const OPEN_BOX = "\u2423"; // shown for a token that consists only of the mark
 
 export function element(name, properties = {}, ...children) {
@@ -56,7 +58,9 @@ function spoken(token) {
 export function tokenRow(side, layers, language, chosen) {
   const most = mostOf(layers);
   const pieces = side.tokens.some((token) => token.startsWith(WORD_BEGINS));
-  const row = element("div", { className: "tokens", role: "group" });
+  const text = side.tokens.filter((_, index) => !side.special[index]).join("");
+  const dir = RIGHT_TO_LEFT.test(text) ? "rtl" : "ltr";
+  const row = element("div", { className: "tokens", role: "group", dir });
   side.tokens.forEach((token, index) => {
     const button = element("button", { type: "button", className: "token" });
     button.tabIndex = index ? -1 : 0;
@@ -91,7 +95,8 @@ function moveFocus(event) {
   const buttons = [...event.currentTarget.children];
   const current = buttons.indexOf(document.activeElement);
   const last = buttons.length - 1;
-  const next = { ArrowRight: current + 1, ArrowLeft: current - 1, Home: 0, End: last }[event.key];
+  const step = event.currentTarget.dir === "rtl" ? -1 : 1;
+  const next = { ArrowRight: current + step, ArrowLeft: current - step, Home: 0, End: last }[event.key];
   if (current < 0 || next === undefined) return;
   event.preventDefault();
   const button = buttons[Math.min(Math.max(next, 0), last)];
