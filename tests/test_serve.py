@@ -11,9 +11,12 @@ from commands import run, run_python
 from handmade import ROUTES, SPECIAL
 from programs import HANGS
 from serving import JSON, Serving
+from test_model import tiny
 
 from smoe_fairseq.models import SMoETransformerModel
+from smoe_fairseq.models.transformer import moe_blocks
 from smoe_fairseq.serve.app import MAX_BODY, PAGE
+from smoe_fairseq.serve.engine import Engine
 from smoe_fairseq.translate.text import BatchTranslator, Options
 
 TEXTS = [f"{' '.join(str(number))} is a number" for number in range(100, 200)]
@@ -60,6 +63,12 @@ def test_what_it_offers(server):
     assert offered["strata"] == {"encoder.layer.1": [2, 2], "decoder.layer.1": [2, 2]}
     assert (offered["max_tokens"], offered["max_texts"]) == (200, 64)
     assert server.get("/health")["status"] == "ok"
+
+
+def test_strata_of_a_chain_are_its_passes(translator):
+    engine = Engine(BatchTranslator(translator, keep=True), "chain", 200)
+    engine.blocks = moe_blocks(tiny("--smoe-strata", "8", "--smoe-chain", "2"))
+    assert {tuple(sizes) for sizes in engine.description()["strata"].values()} == {(8, 8)}
 
 
 def test_routes_are_those_on_paper(three_languages, gates_by_hand):

@@ -202,7 +202,7 @@ class WebApp:
             async with asyncio.timeout(BODY_SECONDS):
                 body = await body_of(request, MAX_BODY)
             if body is None:  # the rest of the body makes the connection unusable
-                sentence = f"the body has more than {MAX_BODY} bytes: expected fewer texts"
+                sentence = f"the body has more than {MAX_BODY} bytes: expected less text"
                 return refusal(413, sentence, Connection="close")
             texts, search = read(body, self.max_texts)
             # In a thread, since splitting text into subwords would delay other requests.

@@ -309,7 +309,8 @@ class Engine:
             "languages": self.languages,
             "any_pair": self.any_pair,
             "strata": {
-                name: list(map(int, block.strata.sizes)) for name, block in self.blocks.items()
+                name: list(block.strata.sizes) * block.strata.chain
+                for name, block in self.blocks.items()
             },
             "max_tokens": self.max_tokens,
         }

@@ -107,7 +107,7 @@ function sideOf(side, words, language, layers) {
 }
 
 function captionOf(layer) {
-  const way = layer.fixed_depth ? ", which every token passes" : "";
+  const way = layer.fixed_depth ? ", each of whose gates routes every token" : "";
   return `${title(layer)}${way}: stops, with the expert of the first choice`;
 }
 
