@@ -276,6 +276,33 @@ def submit(page):
     page.get_by_label("Text").press("Control+Enter")
 
 
+def colours(locator) -> list[tuple]:
+    """Number and colour of each."""
+    return locator.evaluate_all(
+        "all => all.map(e => [e.lastChild.textContent, getComputedStyle(e).backgroundColor])"
+    )
+
+
+def test_a_number_has_one_colour(server, opened):
+    """Where the sides have different strata, too."""
+
+    def halve(side):
+        for layer in side["layers"] if len(side["tokens"]) == len(CLASSES) else []:
+            layer["strata"] = [2, 2]
+            layer["stops"] = [[s for s in stops if s["stratum"] < 2] for stops in layer["stops"]]
+
+    page = translated(opened(server, f"#aa-bb:{SENTENCE}", translate=answer_of(server, halve)))
+    legend = dict(colours(page.locator("#legend .swatch")))
+    assert len(set(legend.values())) == len(legend) == 4
+    found = dict(colours(page.locator("section[aria-label^=Source] .token")))
+    assert found == {number: legend[number] for number in ("1", "2")}
+    page.locator("#layers select").first.select_option(index=1)  # one layer
+    assert dict(colours(page.locator("section[aria-label^=Source] .token"))) == found
+    strand = page.locator("section[aria-label^=Source] .strand").nth(3)  # of a token with 2 stops
+    level = page.locator("#legend .swatch").nth(1).get_attribute("class").split()[-1]
+    assert level in strand.get_attribute("class")
+
+
 def test_languages_have_names(server, opened):
     codes = {"eng_Latn": "English", "zho_Hans": "Chinese", "fr_XX": "French", "ger": "German"}
     codes |= {"a.b": "a.b"}
@@ -323,6 +350,17 @@ def test_counts_over_many_strata_can_be_read_on_a_phone(server, opened):
         assert top != below or right < left
     page.locator(".token").first.focus()
     assert " ".join(details(page)).count("no expert of a stratum") == 24  # in two layers
+
+
+def test_the_focused_token_comes_back_after_others_were_pointed_at(server, opened):
+    page = translated(opened(server, f"#aa-bb:{SENTENCE}"))
+    page.locator("section[aria-label^=Source] .token").nth(1).focus()
+    page.locator("section[aria-label^=Translation] .token").first.hover()
+    assert details(page)[0] != "aa0"
+    page.mouse.move(5, 5)
+    sync_api.expect(page.locator("#details h4")).to_have_text("aa0")
+    chosen = page.locator(".token.chosen")
+    assert chosen.count() == 1 and chosen.locator(".piece").inner_text() == "aa0"
 
 
 def test_light_and_dark_can_be_read(server, opened):

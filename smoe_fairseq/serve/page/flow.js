@@ -18,7 +18,7 @@ function shape(name, attributes = {}, text) {
 
 // A drawing of `width` pixels. `chosen(index, shape)` is called when the pointer enters a strand or taps it,
 // and with null when it leaves.
-export function flow(side, layer, width, chosen) {
+export function flow(side, layer, most, width, chosen) {
   const strata = layer.strata.length;
   const labels = Math.min(120, Math.round(width * 0.27));
   const letters = Math.floor((labels - 16) / 7);
@@ -46,7 +46,7 @@ export function flow(side, layer, width, chosen) {
 
   side.tokens.forEach((token, index) => {
     const strand = shape("g", {
-      class: `strand level-${level(requested([layer], index), strata)}`,
+      class: `strand level-${level(requested([layer], index), most)}`,
       "data-token": index,
     });
     const y = HEAD + (index + 0.5) * ROW;

@@ -166,8 +166,7 @@ function showNothing(layers) {
 
 function showLegend(most) {
   const swatches = Array.from({ length: most }, (_, index) => {
-    const level = most > 1 ? Math.round((index / (most - 1)) * 4) : 0;
-    return element("span", { className: `swatch level-${level}`, textContent: index + 1 });
+    return element("span", { className: `swatch level-${level(index + 1, most)}`, textContent: index + 1 });
   });
   part("legend").replaceChildren("Requested capacity:", ...swatches, "Point at a token or tap it for its experts.");
 }
@@ -188,9 +187,11 @@ function chooser(side, words, layers) {
 
 function showSentences() {
   hide();
+  const { encoder, decoder } = result.sentences[0].routing;
+  const most = mostOf([...encoder.layers, ...decoder.layers]); // of all layers, as in the legend
   part("sentences").replaceChildren(
     ...result.sentences.map(({ routing }, index) =>
-      sentence(index + 1, routing, result, (side) =>
+      sentence(index + 1, routing, result, most, (side) =>
         routing[side].layers.filter((each) => [ALL, each.name].includes(layerOf[side])),
       ),
     ),

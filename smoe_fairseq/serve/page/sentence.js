@@ -5,19 +5,23 @@ import { detailsOf, element, mostOf, title, tokenRow } from "./tokens.js";
 
 const LINGER = 150; // milliseconds that the box stays, so that the pointer can enter it
 const box = document.getElementById("details");
-let current = null; // the side whose token the box shows
+let current = null; // marks the token of the box at its side
 let leaving; // the timer that hides the box
 
 export function hide() {
   clearTimeout(leaving);
   box.hidden = true;
-  current?.choose(null);
+  current?.(null);
   current = null;
 }
 
 function leave() {
   clearTimeout(leaving);
-  leaving = setTimeout(() => current?.settle(), LINGER);
+  leaving = setTimeout(() => {
+    const { activeElement } = document;
+    if (activeElement.matches(".token")) activeElement.click(); // its details again
+    else hide();
+  }, LINGER);
 }
 
 box.addEventListener("pointerenter", () => clearTimeout(leaving));
@@ -44,21 +48,20 @@ function show(content, anchor) {
 }
 
 // An article. `shown(side)` returns the layers to show of each side.
-export function sentence(number, routing, languages, shown) {
+export function sentence(number, routing, languages, most, shown) {
   const article = element("article", { className: "sentence", ariaLabel: `Sentence ${number}` });
   for (const [name, words, language] of [
     ["encoder", "Source", languages.source],
     ["decoder", "Translation", languages.target],
   ]) {
-    article.append(sideOf(routing[name], words, language, shown(name)));
+    article.append(sideOf(routing[name], words, language, most, shown(name)));
   }
   return article;
 }
 
-function sideOf(side, words, language, layers) {
+function sideOf(side, words, language, most, layers) {
   const part = element("section", { className: "side", ariaLabel: `${words}, token by token` });
   const pictures = [];
-  let held = null; // the token that has the focus
 
   function choose(index) {
     for (const picture of pictures) point(picture.firstElementChild, index);
@@ -69,31 +72,19 @@ function sideOf(side, words, language, layers) {
     });
   }
 
-  // Called when the pointer has left: the focused token's details are shown, if any.
-  function settle() {
-    if (held === null) hide();
-    else turnTo(held);
-  }
-
-  function turnTo(index, strand) {
-    if (current && current !== me) current.choose(null);
-    current = me;
+  // Shows a token's details; with null they go soon.
+  function chosen(index, strand) {
+    if (!layers.length) return;
+    if (index === null) return leave();
+    if (current !== choose) current?.(null);
+    current = choose;
     choose(index);
     const button = row.children[index];
     const inSight = button.getBoundingClientRect().top > 0;
     show(detailsOf(side, layers, index), inSight || !strand ? button : strand);
   }
 
-  function chosen(index, why, strand) {
-    if (!layers.length) return;
-    if (why === "focused") held = index;
-    if (why === "blurred") held = null;
-    if (index === null) leave();
-    else turnTo(index, strand);
-  }
-
-  const me = { choose, settle };
-  const row = tokenRow(side, layers, language, chosen);
+  const row = tokenRow(side, layers, most, language, chosen);
   row.setAttribute("aria-label", `Tokens: ${words.toLowerCase()}`);
   part.append(element("h3", { textContent: words }), row);
   for (const layer of layers.filter((each) => mostOf([each]) > 1)) {
@@ -101,7 +92,7 @@ function sideOf(side, words, language, layers) {
     const caption = element("figcaption", { textContent: captionOf(layer) });
     part.append(element("figure", {}, caption, holder));
     pictures.push(holder);
-    draw(holder, side, layer, (index, strand) => chosen(index, "pointed", strand));
+    draw(holder, side, layer, most, chosen);
   }
   return part;
 }
@@ -112,14 +103,14 @@ function captionOf(layer) {
 }
 
 // Draws a picture, again whenever its width changes.
-function draw(holder, side, layer, chosen) {
+function draw(holder, side, layer, most, chosen) {
   let drawn = 0;
   new ResizeObserver(() => {
     const width = Math.round(holder.clientWidth);
     if (width && width !== drawn) {
       drawn = width;
-      holder.replaceChildren(flow(side, layer, width, chosen));
+      holder.replaceChildren(flow(side, layer, most, width, chosen));
     }
   }).observe(holder);
-  holder.replaceChildren(flow(side, layer, 480, chosen));
+  holder.replaceChildren(flow(side, layer, most, 480, chosen));
 }

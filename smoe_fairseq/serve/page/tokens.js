@@ -53,10 +53,9 @@ function spoken(token) {
   return piece(token) === OPEN_BOX ? "space" : piece(token);
 }
 
-// A row of one side's tokens: one tab stop; arrow keys move within it. `chosen(index, why)` is called when a
-// token is pointed at, tapped or focused, and with null when the pointer or focus leaves.
-export function tokenRow(side, layers, language, chosen) {
-  const most = mostOf(layers);
+// A row of one side's tokens: one tab stop; arrow keys move within it. `chosen(index)` is called when a token
+// is pointed at, tapped or focused, and with null when the pointer or focus leaves.
+export function tokenRow(side, layers, most, language, chosen) {
   const pieces = side.tokens.some((token) => token.startsWith(WORD_BEGINS));
   const text = side.tokens.filter((_, index) => !side.special[index]).join("");
   const dir = RIGHT_TO_LEFT.test(text) ? "rtl" : "ltr";
@@ -73,18 +72,21 @@ export function tokenRow(side, layers, language, chosen) {
       const value = requested(layers, index);
       button.classList.add(`level-${level(value, most)}`);
       button.append(element("span", { className: "number", textContent: shortNumber(value) }));
-      const words = `${spoken(token)}: ${shortNumber(value)} of ${most} strata`;
+      const words = `${spoken(token)}: ${shortNumber(value)} of ${mostOf(layers)} strata`;
       button.setAttribute("aria-label", words);
     }
     button.addEventListener("pointerenter", (event) => {
-      if (event.pointerType === "mouse") chosen(index, "pointed");
+      if (event.pointerType === "mouse") chosen(index);
     });
     button.addEventListener("pointerleave", (event) => {
-      if (event.pointerType === "mouse") chosen(null, "left");
+      if (event.pointerType === "mouse") chosen(null);
     });
-    button.addEventListener("focus", () => chosen(index, "focused"));
-    button.addEventListener("blur", () => chosen(null, "blurred"));
-    button.addEventListener("click", () => chosen(index, "focused"));
+    button.addEventListener("focus", () => chosen(index));
+    button.addEventListener("blur", () => chosen(null));
+    button.addEventListener("click", () => {
+      button.focus(); // which not all browsers do
+      chosen(index);
+    });
     row.append(button);
   });
   row.addEventListener("keydown", moveFocus);
