@@ -62,6 +62,8 @@ def test_what_it_offers(server):
     assert sorted(offered["languages"]) == ["de", "en", "fr"] and offered["model"] == "smoe-2-2"
     assert offered["strata"] == {"encoder.layer.1": [2, 2], "decoder.layer.1": [2, 2]}
     assert (offered["max_tokens"], offered["max_texts"]) == (200, 64)
+    _, answer = server.post(text="1", source="en", target="fr")
+    assert answer["model"] == offered["model"]  # by which the page sees that it is another one
     assert server.get("/health")["status"] == "ok"
 
 

@@ -276,6 +276,39 @@ def submit(page):
     page.get_by_label("Text").press("Control+Enter")
 
 
+@pytest.mark.parametrize("door", DOORS)
+def test_nothing_stays_or_comes_beside_another_question(talking, opened, door):
+    page = translated(opened(talking, f"#aa-bb:{SENTENCE}"))
+    assert translation(page).inner_text()
+    held = []
+    page.route("**/translate", lambda route: held.append(route))
+    submit(page)
+    page.wait_for_selector("form[aria-busy=true]")
+    DOORS[door](page)
+    sync_api.expect(page.locator(".token")).to_have_count(0)
+    with suppress(sync_api.Error):  # the page has given it up
+        held[0].fulfill(**answer_of(talking))
+    page.wait_for_timeout(200)
+    assert page.locator(".token").count() == 0 and translation(page).inner_text() == ""
+    assert page.locator("#status").inner_text() == ""
+    assert page.locator("form[aria-busy=true]").count() == 0
+
+
+def test_swap_takes_the_translation_but_no_text_that_was_typed_since(talking, opened):
+    page = translated(opened(talking, f"#aa-bb:{SENTENCE}"))
+    text, swap = page.get_by_label("Text"), page.get_by_role("button", name="Swap the languages")
+    text.fill("bb3")
+    swap.click()
+    assert page.get_by_label("From", exact=True).input_value() == "bb"
+    assert text.input_value() == "bb3"
+    submit(page)
+    translated(page)
+    found = translation(page).inner_text()
+    swap.click()
+    assert page.get_by_label("From", exact=True).input_value() == "aa"
+    assert text.input_value() == found != ""
+
+
 def colours(locator) -> list[tuple]:
     """Number and colour of each."""
     return locator.evaluate_all(
@@ -315,6 +348,36 @@ def test_languages_have_names(server, opened):
     assert examples.first.get_attribute("lang") == "en-Latn"  # as browsers name it
     page.get_by_label("From", exact=True).select_option("ger")
     assert examples.first.get_attribute("lang") == "de"
+
+
+def test_another_model_in_the_servers_place(server, opened):
+    offered = server.get("/languages")
+    other = {"model": "other", "languages": ["bb", "aa"], "directions": ["aa-bb", "bb-aa"]}
+    page = opened(server, languages={"json": offered | other | {"any_pair": False}})
+    assert page.locator("#model").inner_text().startswith("other")
+    page.unroute("**/languages")
+    page.get_by_label("From", exact=True).select_option("aa")
+    page.get_by_label("Text").fill(SENTENCE)
+    submit(page)
+    translated(page)
+    assert page.locator("#model").inner_text().startswith(offered["model"])
+    languages = [page.get_by_label(name, exact=True) for name in ("From", "To")]
+    assert [each.input_value() for each in languages] == ["aa", "bb"]
+    assert [each.locator("option").count() for each in languages] == [3, 2]
+
+
+def test_other_answers_are_told(server, opened):
+    login = {"body": "<html>", "content_type": "text/html"}
+    page = opened(server, "#aa-bb:aa1", translate=login)
+    alert = page.get_by_role("alert")
+    sync_api.expect(alert).to_contain_text("smoe serve")
+    page.unroute("**/translate")
+    page.evaluate("document.getElementById('text').value = 'aa1 \\ud83d'")  # half an emoji
+    submit(page)
+    translated(page)
+    stopping = {"status": 503, "body": json.dumps({"error": "the server is stopping"})}
+    alert = opened(server, quiet=False, languages=stopping).get_by_role("alert")
+    assert "the server is stopping" in alert.inner_text() and "reload" in alert.inner_text()
 
 
 def test_rows_from_right_to_left(server, opened):

@@ -246,8 +246,9 @@ class WebApp:
                 return_when=asyncio.FIRST_COMPLETED,
             )
             if results.done():
-                direction = {"source": search.source, "target": search.target}
-                return JSONResponse(direction | {"translations": texts.answers(await results)})
+                asked = {"source": search.source, "target": search.target}
+                answer = {"model": self.engine.name, "translations": texts.answers(await results)}
+                return JSONResponse(asked | answer)
             if disconnect.done():
                 return CLIENT_CLOSED
             if too_late.done():

@@ -91,16 +91,27 @@ async function request(path, options) {
     if (error.name === "AbortError") throw error;
     throw new Error("The server does not answer: is smoe serve still running?");
   }
-  const content = await answer.json().catch(() => ({}));
-  if (!answer.ok) throw new Error(content.error ?? `The server answered with status ${answer.status}.`);
+  const content = await answer.json().catch(() => null);
+  if (!answer.ok) throw new Error(content?.error ?? `The server answered with status ${answer.status}.`);
+  if (!content) throw new Error("The answer is incomplete or not from smoe serve: reload the page.");
   return content;
 }
 
+// Ends the current request, and shows nothing of it or an earlier one beside what is asked or said now.
+function forget() {
+  pending?.abort();
+  pending = result = null;
+  setBusy(false);
+  showError("");
+  show();
+}
+
 async function translate() {
-  const text = part("text").value;
+  const text = part("text").value.replace(/\p{Surrogate}/gu, "\ufffd"); // halves, which no link can contain
   const [source, target] = [part("source").value, part("target").value];
   showError("");
   if (!text.trim()) {
+    forget();
     showError("There is no text: type a sentence.");
     part("text").focus();
     return;
@@ -117,18 +128,16 @@ async function translate() {
       body: JSON.stringify({ text, source, target, routing: true, sentences: true }),
       signal: controller.signal,
     });
+    const seconds = ((performance.now() - start) / 1000).toFixed(2);
+    if (answer.model !== model.model) await load(); // another server was started in its place
     if (pending !== controller) return;
-    const [whole] = answer.translations;
-    result = { ...answer, translation: whole.translation, sentences: whole.sentences };
+    result = { ...answer, ...answer.translations[0] };
     show();
     setBusy(false);
-    const seconds = ((performance.now() - start) / 1000).toFixed(2);
     part("status").textContent = `Translated in ${seconds} s`;
   } catch (error) {
     if (pending !== controller) return;
-    setBusy(false);
-    result = null;
-    show();
+    forget();
     showError(error.message);
   }
 }
@@ -207,6 +216,7 @@ function link(source, target, text) {
 function followLink() {
   const match = /^#([^:]+):(.*)$/s.exec(location.hash);
   if (!match) return;
+  forget();
   let direction, text;
   try {
     [direction, text] = match.slice(1).map(decodeURIComponent);
@@ -235,25 +245,36 @@ function listen() {
     if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) translate();
   });
   for (const id of ["source", "target"]) {
-    part(id).addEventListener("change", () => selectDirection(part("source").value, part("target").value));
+    part(id).addEventListener("change", () => {
+      selectDirection(part("source").value, part("target").value);
+      forget();
+    });
   }
   part("swap").addEventListener("click", () => {
-    const translated = part("translation").textContent && result?.target === part("target").value;
     selectDirection(part("target").value, part("source").value);
-    if (translated) part("text").value = result.translation;
+    const { text, translation } = result ?? {};
+    if (text === part("text").value && translation) part("text").value = translation;
+    forget();
   });
   addEventListener("hashchange", followLink);
 }
 
-try {
+// The server's model and its languages, of which those in the form stay selected.
+async function load() {
   model = await request("languages");
   const sources = [...new Set(model.languages.filter((each) => targetsOf(each).length))];
-  fill(part("source"), sources);
   const strata = [...new Set(Object.values(model.strata).map((sizes) => sizes.join("-")))];
   part("model").textContent = strata.length ? `${model.model}, strata ${strata.join(", ")}` : `${model.model}, dense`;
-  selectDirection(sources.find((source) => examplesIn(source).length) ?? sources[0]);
+  const [source, target] = [part("source").value, part("target").value];
+  fill(part("source"), sources);
+  const first = sources.find((each) => examplesIn(each).length) ?? sources[0];
+  selectDirection(sources.includes(source) ? source : first, target);
+}
+
+try {
+  await load();
   listen();
   followLink();
 } catch (error) {
-  showError(error.message);
+  showError(`The page has no languages yet: reload it. ${error.message}`);
 }
