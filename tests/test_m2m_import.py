@@ -145,10 +145,10 @@ def test_nllb_moe(nllb, tmp_path, case, capsys):
     assert torch.allclose(found[given != 1], expected[given != 1], atol=1e-4)
 
 
-def other_order(checkpoint: Path, folder: Path) -> Path:
-    """The same model with the row of one piece behind all others, as of a vocabulary that has grown."""
+def other_rows(checkpoint: Path, folder: Path, *parts: slice) -> Path:
+    """The same model with these rows of its vocabulary."""
     words = (checkpoint.parent / "dict.txt").read_text().splitlines()
-    rows = [*range(50), *range(51, len(words) + 4), 50]
+    rows = [row for part in parts for row in range(len(words) + 4)[part]]
     folder.mkdir()
     shutil.copy(checkpoint.parent / "spm.model", folder)
     words = [words[row - 4] for row in rows[4:]]
@@ -170,7 +170,10 @@ def test_export_is_the_imported_folder(kind, imported, theirs, m2m, nllb, tmp_pa
 
     if (kind, order) == ("m2m", "other"):
         pytest.skip("vocab.json has the words in any order")
-    source = imported if order == "same" else other_order(imported, tmp_path / "other")
+    source = imported
+    if order == "other":  # a piece behind all others, as of a vocabulary that has grown
+        parts = (slice(50), slice(51, None), slice(50, 51))
+        source = other_rows(imported, tmp_path / "other", *parts)
     call("export", source, "--to", "huggingface", "--output", tmp_path / "model")
     tensors, expected = (
         load_file(folder / "model.safetensors")
@@ -184,6 +187,18 @@ def test_export_is_the_imported_folder(kind, imported, theirs, m2m, nllb, tmp_pa
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model", **settings)
     text = pretrained.lines(20, seed=8)
     assert tokenizer(text)["input_ids"] == theirs[0](text)["input_ids"]
+
+
+def test_export_of_a_vocabulary_without_a_mask(kind, imported, tmp_path):
+    from transformers import AutoTokenizer
+
+    if kind == "m2m":
+        pytest.skip("its tokenizer has none")
+    source = other_rows(imported, tmp_path / "fewer", slice(-3))  # nor rows that no token uses
+    call("export", source, "--to", "huggingface", "--output", tmp_path / "model")
+    rows = json.loads((tmp_path / "model/config.json").read_text())["vocab_size"]
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
+    assert max(tokenizer("a <mask> b")["input_ids"]) < rows == len(tokenizer)
 
 
 def test_ctranslate2(kind, imported, tmp_path):
@@ -256,6 +271,9 @@ WRONG = [  # a file, the values that it gets or None without it, and what the se
     (SETTINGS, {"legacy_behaviour": True}, "legacy_behaviour"),
     (SETTINGS, {"additional_special_tokens": [], "added_tokens_decoder": {}}, SETTINGS),
     (SETTINGS, ADDED, "'a'"),
+    (SETTINGS, {"tokenizer_class": "SMALL100Tokenizer"}, "tokenizer_class"),
+    ("config.json", {"decoder_start_token_id": 0}, "decoder_start_token_id"),
+    ("config.json", {"activation_function": "quick_gelu"}, "activation_function"),
     (SETTINGS, None, SETTINGS),
     ("sentencepiece.bpe.model", None, "sentencepiece.bpe.model"),
     ("sentencepiece.bpe.model", other_subwords(), "model"),
@@ -272,6 +290,58 @@ def test_what_cannot_be_imported_is_one_sentence(nllb, tmp_path, name, change, n
     sentence = refusal("import", folder, "--output", tmp_path / "new/ours.pt")
     assert named in sentence and str(folder) in sentence
     assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize("name", ["lm_head", "model.decoder.embed_tokens"])
+def test_embeddings_apart_in_a_folder_that_ties_them(nllb, tmp_path, name):
+    from safetensors.torch import load_file, save_file
+
+    folder = shutil.copytree(nllb, tmp_path / "model")
+    tensors = load_file(folder / "model.safetensors")
+    for more, fits in ((0, True), (1, False)):
+        tensors[f"{name}.weight"] = tensors["model.shared.weight"] + more
+        save_file(tensors, folder / "model.safetensors")
+        if fits:
+            call("import", folder, "--output", tmp_path / "ours.pt")
+    sentence = refusal("import", folder, "--output", tmp_path / "new/ours.pt")
+    assert f"{folder}" in sentence and f"{name.removeprefix('model.')}.weight" in sentence
+    assert not (tmp_path / "new").exists()
+
+
+def test_languages_in_a_file(imported, tmp_path):
+    """``--lang-dict`` of training: beside the dictionary, wherever it was."""
+    folder = shutil.copytree(imported.parent, tmp_path / "copy")
+
+    def change(state):
+        task = vars(state["cfg"]["task"])
+        languages.extend(task["langs"])
+        task |= {"langs": None, "lang_dict": "gone/langs.txt"}
+
+    languages = []
+    path = changed(folder / imported.name, folder / "checkpoint.pt", change)
+    assert SMoETransformerModel.from_pretrained(path).task.langs == languages
+
+
+# What transformers' class of NLLB-200 cannot split: it merges pairs, without bytes.
+OTHER_SUBWORDS = [{"model_type": "unigram", "vocab_size": 360}]
+OTHER_SUBWORDS += [{"vocab_size": 700, "byte_fallback": True}]
+
+
+@pytest.mark.parametrize("options", OTHER_SUBWORDS)
+def test_an_export_with_other_subwords_is_of_our_class(nllb, tmp_path, options):
+    """Its tokenizer splits text as ours does."""
+    from transformers import M2M100Config, M2M100ForConditionalGeneration
+
+    folder = tmp_path / "model"
+    subwords = pretrained.write_subwords(tmp_path / "subwords", **options)
+    tokens = pretrained.write_tokenizer(folder, subwords, "nllb")
+    M2M100ForConditionalGeneration(
+        M2M100Config(vocab_size=tokens, **pretrained.SIZES)
+    ).save_pretrained(folder)
+    call("import", folder, "--output", tmp_path / "ours.pt")
+    call("export", tmp_path / "ours.pt", "--to", "huggingface", "--output", tmp_path / "exported")
+    config = json.loads((tmp_path / "exported/config.json").read_text())
+    assert config["model_type"] == "smoe_transformer"
 
 
 # fairseq's own files

@@ -213,6 +213,23 @@ def test_the_text_of_fairseqs_search_is_that_of_ours(multilingual, three_languag
     assert model.translate([" "], diverse_beam_groups=2, **search) == [""]
 
 
+def test_a_language_of_no_direction_in_training(multilingual, three_languages, tmp_path):
+    """It has the dictionary of the side, even with ``--decoder-langtok``."""
+
+    def change(state):
+        task = state["cfg"]["task"]
+        (task if isinstance(task, dict) else vars(task))["lang_pairs"] = ["aa-bb"]
+
+    given = {"data_name_or_path": three_languages, "langtoks": {"main": ("tgt", "tgt")}}
+    one, other = (
+        SMoETransformerModel.from_pretrained(path, **given).translate(
+            "aa1 aa2", source_lang="aa", target_lang="cc", beam=1, max_len_b=5
+        )
+        for path in (changed(multilingual, tmp_path / "few.pt", change), multilingual)
+    )
+    assert one == other
+
+
 def test_what_a_program_gives_is_looked_at(model):
     texts = ["1 2", "3 4"]
     expected = model.translate(texts, source_lang="fr", **SEARCH)

@@ -7,6 +7,8 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
+import torch
+from fairseq.utils import get_available_activation_fns
 from torch import Tensor
 
 from smoe_fairseq.checkpoints.foreign import with_our_names
@@ -23,7 +25,8 @@ _CONFIG = {
     **{f"{name}?": _RATE for name in ("dropout", "attention_dropout", "activation_dropout")},
     **{f"{side}_layerdrop?": _RATE for side in SIDES},
     **{f"{name}?": bool for name in ("tie_word_embeddings", "scale_embedding")},
-    "activation_function?": str,
+    "activation_function?": {*get_available_activation_fns()},
+    "decoder_start_token_id?": (None, Number(2, 2, whole=True)),  # as of fairseq
 }
 FORM = {
     DENSE: _CONFIG,
@@ -68,9 +71,15 @@ def model(
             named[name] = tensor
     shared, projection = named.pop("shared.weight", None), named.pop("lm_head.weight", None)
     tied = config.get("tie_word_embeddings", True)
-    for side in SIDES:
-        if shared is not None:
-            named.setdefault(f"{side}.embed_tokens.weight", shared)
+    if shared is not None:
+        names = [f"{side}.embed_tokens.weight" for side in SIDES]
+        copies = {"lm_head.weight": projection, **{name: named.get(name) for name in names}}
+        for name, copy in copies.items() if tied else ():
+            if copy is not None and not torch.equal(copy, shared):
+                expected = "expected the same, or tie_word_embeddings false"
+                raise UsageError(f"{folder}: {name} differs from shared.weight; {expected}")
+        for name in names:
+            named.setdefault(name, shared)
     embedding = named.get("decoder.embed_tokens.weight")
     projection = embedding if tied or projection is None else projection
     named["decoder.output_projection.weight"] = projection

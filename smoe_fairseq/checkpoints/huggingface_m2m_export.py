@@ -14,6 +14,7 @@ from torch import Tensor
 from smoe_fairseq.checkpoints.huggingface_m2m import OF_SIDE
 from smoe_fairseq.checkpoints.huggingface_m2m_text import CODES, FIRST, LANGUAGE
 from smoe_fairseq.checkpoints.model import SIDES, check_fit
+from smoe_fairseq.checkpoints.pieces import is_bpe
 from smoe_fairseq.checkpoints.sets import UNSET
 from smoe_fairseq.files import read_plain
 from smoe_fairseq.modules.activation import GATED
@@ -73,6 +74,9 @@ class Text:
         kind = by_list.get(tuple(languages))
         if len(languages) < 2 or not (kind or all(map(LANGUAGE[False].fullmatch, languages))):
             return None
+        has_bytes = any(map(model.is_byte, range(len(pieces))))
+        if not kind and (has_bytes or not is_bpe(read_plain(subwords))):
+            return None  # NllbTokenizer would split otherwise
         row = {symbol: i for i, symbol in enumerate(symbols)}
         known = {*pieces, *FIRST}
         words = [s for s in symbols if s in known] if kind else FIRST + pieces[3:]
@@ -114,7 +118,8 @@ class Text:
             tokens = (token.strip("_") for token in self.tokens)
             added = dict(enumerate(FIRST)) | dict(enumerate(tokens, len(self.words)))
             settings |= {"tokenizer_class": "NllbTokenizer", "legacy_behaviour": False}
-            settings |= {"cls_token": "<s>", "mask_token": "<mask>"}
+            settings |= {"cls_token": "<s>"}
+            settings |= {"mask_token": "<mask>" if "<mask>" in self.tokens else None}
             settings["added_tokens_decoder"] = {
                 i: {"content": token, "special": True, "normalized": False, "single_word": False}
                 | {"lstrip": token == "<mask>", "rstrip": False}

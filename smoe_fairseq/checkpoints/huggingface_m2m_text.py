@@ -20,6 +20,7 @@ FIRST = ["<s>", "<pad>", "</s>", "<unk>"]
 _SPECIAL = {*FIRST, "<mask>"}
 _ID = Number(0, 10_000_000, whole=True)
 _FORM = {
+    "tokenizer_class?": (None, {"M2M100Tokenizer", "NllbTokenizer", "NllbTokenizerFast"}),
     "legacy_behaviour?": (None, bool),
     "language_codes?": str,
     "additional_special_tokens?": (None, [str]),

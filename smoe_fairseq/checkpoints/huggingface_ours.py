@@ -28,7 +28,7 @@ _LANGUAGE = r"[^\s,:/-][^\s,:/]*"
 _TOKENIZER = {
     "lang_pairs": [re.compile(rf"(?!(.+)-\1$){_LANGUAGE}-{_LANGUAGE}")],  # two languages
     **{f"{side}_lang?": (None, re.compile(_LANGUAGE)) for side in ("src", "tgt")},
-    "language_tokens?": (None, {str: re.compile(r"\S+")}),
+    "language_tokens?": (None, {re.compile(_LANGUAGE): re.compile(r"\S+")}),
     "encoder_langtok?": (None, re.compile("(src|tgt)[a-z]*")),
     "decoder_langtok?": (None, bool),
     "vocab_checksum?": (None, str),
@@ -107,12 +107,14 @@ def text(
     check_order(folder / "vocab.json", known, vocabulary["source"], vocabulary["target"])
     files, by_side = {}, {side: checksum(symbols) for side, symbols in vocabulary.items()}
     by_language = {}
-    for pair in pairs:
-        for side, language in zip(vocabulary, pair, strict=True):
-            content = "".join(f"{symbol} 1\n" for symbol in vocabulary[side][4:]).encode()
-            by_language[language] = by_side[side]
-            if files.setdefault(f"dict.{language}.txt", content) != content:
-                raise UsageError(f"{folder}: source and target vocabularies of {language} differ")
+    places = [place for pair in pairs for place in zip(vocabulary, pair, strict=True)]
+    if vocabulary["source"] == vocabulary["target"]:
+        places += [("source", language) for language in tokens]
+    for side, language in places:
+        content = "".join(f"{symbol} 1\n" for symbol in vocabulary[side][4:]).encode()
+        by_language[language] = by_side[side]
+        if files.setdefault(f"dict.{language}.txt", content) != content:
+            raise UsageError(f"{folder}: source and target vocabularies of {language} differ")
     pieces = [word for word in vocabulary["source"][4:] if word not in tokens.values()]
     if (folder / _SUBWORDS).exists():
         check_pieces(folder / _SUBWORDS, pieces)

@@ -95,10 +95,10 @@ def task_for(task, source: str | None, target: str | None, request: str | None =
     task = copy.copy(task)  # calls for other directions may run at the same time
     task.args = Namespace(**vars(options))
     task.args.source_lang, task.args.target_lang = matches[0]
-    if options.fixed_dictionary:  # fairseq assigns it to the languages of the training only
-        dictionaries = task.data_manager.dicts
-        for language in matches[0]:
-            dictionaries.setdefault(language, task.source_dictionary)
+    dictionaries = task.data_manager.dicts  # of the languages of the training only
+    by_side = (task.source_dictionary, task.target_dictionary)
+    for language, dictionary in zip(matches[0], by_side, strict=True):
+        dictionaries.setdefault(language, dictionary)
     return task
 
 

@@ -93,11 +93,11 @@ def data_of(checkpoint: Path, saved: str, data: Path | str | None = None) -> str
 
 
 def text_settings(data: str, task) -> dict[str, str]:
-    """The settings that name the folder ``data`` and, if the task has a fixed dictionary, its file there."""
+    """The settings that name the folder ``data``, and the task's fixed dictionary and languages there."""
     values = task if isinstance(task, Mapping) else vars(task)
-    name = values.get("fixed_dictionary")
-    file = Path(split_paths(data)[0], Path(name).name) if name else None
-    return {"data": data} | ({"fixed_dictionary": str(file)} if file and file.is_file() else {})
+    folder, names = Path(split_paths(data)[0]), ("fixed_dictionary", "lang_dict")
+    files = {name: folder / Path(values[name]).name for name in names if values.get(name)}
+    return {"data": data} | {name: str(file) for name, file in files.items() if file.is_file()}
 
 
 @contextmanager
