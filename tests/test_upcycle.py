@@ -63,6 +63,13 @@ def answers_alike(path: Path, data: Path, output: Path, words: list[str]) -> Non
     assert torch.allclose(outputs(model), outputs(original), rtol=0, atol=1e-5)
 
 
+def test_a_tied_matrix_that_the_file_leaves_out(dense, small_corpus, tmp_path):
+    """As fairseq's older checkpoints do."""
+    gone = lambda state: state["model"].pop("decoder.output_projection.weight")  # noqa: E731
+    path = changed(dense, tmp_path / "dense.pt", gone)
+    answers_alike(path, small_corpus, tmp_path / "up.pt", ["--smoe-strata", "4"])
+
+
 def test_gated_ffns_become_gated_experts(dense, small_corpus, tmp_path):
     path = untrained(dense, tmp_path / "gated.pt", small_corpus, activation_fn="swiglu")
     answers_alike(path, small_corpus, tmp_path / "up.pt", ["--smoe-strata", "4"])

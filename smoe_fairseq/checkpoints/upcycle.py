@@ -31,6 +31,7 @@ from smoe_fairseq.models.memory import check_fits
 from smoe_fairseq.models.options import SMoETransformerConfig, offer_gates
 from smoe_fairseq.modules.gates import GATES
 
+OF_A_RUN = ("freeze", "activations", "min_params")  # parts of the names of such options
 LATER_NORM_SCALE = 0.1  # weights of later strata's layer norms, relative to the dense model's
 _BLOCK = re.compile(r"(.+\.layers\.\d+)\.moe\.(\w+)\.?(.*)")
 _EXPERTS = {"w1": "fc1.weight", "b1": "fc1.bias", "w2": "fc2.weight", "b2": "fc2.bias"}
@@ -57,7 +58,9 @@ def upcycle(path: Path, moe_options: Mapping, noise: float) -> dict:
     except UsageError as error:  # about flags, since the checkpoint's settings were checked above
         raise error.__cause__ if isinstance(error.__cause__, UsageError) else error from None
     check_fits(model)
-    state["model"] = _weights(state["model"], model, noise)
+    filled = dict(state["model"])
+    model.upgrade_state_dict(filled)  # with what older checkpoints leave out
+    state["model"] = _weights(filled | state["model"], model, noise)
     return with_model_options(state, options)
 
 
@@ -188,14 +191,15 @@ def _task_flags(state: Mapping) -> str:
 def size_flags(options: Mapping, experts: bool = False) -> dict:
     """The flags of a model's options that are not the defaults; True: a bare flag.
 
+    Left out is what concerns a single training: frozen parts, and what saves memory.
+
     Args:
         experts: the options of MoE layers, in place of all others.
     """
     default = SMoETransformerConfig()
-    names = [
-        n for n in SMoETransformerConfig.names() if is_moe_option(n) == experts and n in options
-    ]
-    changed = {n: v for n in names if (v := options[n]) != getattr(default, n)}
+    names = [n for n in SMoETransformerConfig.names() if is_moe_option(n) == experts]
+    known = [n for n in names if n in options and not any(part in n for part in OF_A_RUN)]
+    changed = {n: v for n in known if (v := options[n]) != getattr(default, n)}
     return {
         flag_of(f"no_{n}" if v is False else n)[2:]: v is False or v for n, v in changed.items()
     }
