@@ -10,10 +10,14 @@ import pytest
 import torch
 from commands import changed, load, refused, run, step_here
 from test_recipes import commands, recipe, table, write_dataset
+from test_upcycle import set_option
 
 from smoe_fairseq.analysis.cost import build_meta_model, parse_run
+from smoe_fairseq.checkpoints.vocabulary import Vocabulary
 from smoe_fairseq.models.memory import Run, forecast
 from smoe_fairseq.models.transformer import SMoETransformerModel
+from smoe_fairseq.recipes.data import prepare
+from smoe_fairseq.subwords import read_subwords
 
 pytest.importorskip("transformers", reason="the package transformers is not installed")
 
@@ -75,6 +79,26 @@ def translations(checkpoint: Path, text: list[str], source: str, target: str) ->
     model = SMoETransformerModel.from_pretrained(checkpoint)
     found = model.translations(text, source_lang=source, target_lang=target, beam=1, max_len_b=20)
     return [translation.hypotheses[0].tokens for translation in found]
+
+
+@pytest.mark.parametrize("bytes_", [False, True])
+def test_more_subwords_split_other_languages_as_before(tmp_path, bytes_):
+    """Letters that both have stay bytes; only without bytes do they become pieces."""
+    options = {"vocab_size": 700, "character_coverage": 0.98, "byte_fallback": bytes_}
+    options |= {} if bytes_ else {"vocab_size": 450}
+    file = pretrained.write_subwords(tmp_path, **options)
+    before = read_subwords(file)
+    pieces = [before.id_to_piece(i) for i in range(3, before.get_piece_size())]
+    symbols = ["<s>", "<pad>", "</s>", "<unk>", *pieces]
+    weights = {"encoder.embed_tokens.weight": torch.randn(len(symbols), 4)}
+    vocabulary = Vocabulary(weights, symbols, file.read_bytes())
+    others = pretrained.lines(100)
+    added = vocabulary.add_pieces([f"{line[::-1]} ŋ" for line in others], others, 20)
+    file.write_bytes(vocabulary.subwords)
+    now = read_subwords(file)
+    assert "ŋ" in added and any(len(piece) > 2 for piece in added)
+    changed = [line for line in others if before.encode(line) != now.encode(line)]
+    assert bool(changed) != bytes_
 
 
 @pytest.mark.parametrize("trim", [False, True])
@@ -223,9 +247,13 @@ def test_refused_before_anything_is_written(nllb, tmp_path, change, named):
 
 @pytest.fixture(scope="module")
 def from_experts(prepared, tmp_path_factory) -> tuple[Path, dict[str, str]]:
-    """As ``tuned``, from a run with experts."""
+    """As ``tuned``, from a run with experts, which trained a part of its model."""
     folder = tmp_path_factory.mktemp("experts")
-    (folder / "smoe-2-2").symlink_to(prepared / "runs/tiny/smoe-2-2")
+    source = shutil.copytree(prepared / "runs/tiny/smoe-2-2", folder / "smoe-2-2")
+    (folder / "data").mkdir()
+    (folder / "data/tiny").symlink_to(prepared / "data/tiny")
+    checkpoint = source / "checkpoint_best.pt"
+    changed(checkpoint, checkpoint, set_option("freeze", "embeddings"))
     content = {"pairs": ["en-fr"], "experts": 4, "train": SMALL, "validate": {"metric": "loss"}}
     settings = write_dataset(folder / "configs", "mine", pretrained="smoe-2-2", **content)
     settings |= {"GPUS": "0"}
@@ -244,7 +272,7 @@ def test_a_run_with_experts(from_experts, prepared, tmp_path):
     result = step_here("train", "mine", "smoe-2-2", cwd=folder, DRY_RUN="1", **settings)
     (words,) = commands(result, "fairseq-train")
     assert words[words.index("--finetune-from-model") + 1] == "data/mine/bin/pretrained.pt"
-    assert "upcycle" not in result.stdout
+    assert "upcycle" not in result.stdout and "--freeze" not in words
     for method, named in {"dense": "--moe-freq 0", "smoe-3-1": "--smoe-strata 3-1"}.items():
         refused(step_here("train", "mine", method, cwd=folder, **settings), named, "smoe-2-2")
     record = json.loads((folder / "data/mine/bin/pretrained.json").read_text())
@@ -265,16 +293,52 @@ def test_a_run_with_experts(from_experts, prepared, tmp_path):
     assert read.read_text() in said.stdout
 
 
-def test_a_model_that_was_trained_further_since_is_told(from_experts, prepared, tmp_path):
+def test_a_run_with_other_language_tokens(from_experts, prepared, tmp_path):
+    """With ``--lang-tok-style mbart`` fairseq also adds ``<mask>``, which has an embedding too.
+
+    ``dictionary.txt`` beside the dictionary is no other one.
+    """
+    folder, settings = from_experts
+    place = shutil.copytree(prepared / "data/tiny/bin", tmp_path / "mbart")
+    (place / "dictionary.txt").write_text("other 1\n")
+
+    def change(state):
+        task = state["cfg"]["task"]
+        (task if isinstance(task, dict) else vars(task))["lang_tok_style"] = "mbart"
+        del state["smoe_dictionaries"]
+        for name, tensor in state["model"].items():
+            if "embed_tokens" in name or "output_projection" in name:
+                state["model"][name] = torch.cat([tensor, tensor[:1]])
+
+    source = changed(folder / "smoe-2-2/checkpoint_best.pt", place / "mbart.pt", change)
+    settings = settings | {"RAW": str(prepared / "text"), "DATA_DIR": str(tmp_path)}
+    said = step_here("prepare", "mine", cwd=folder, PRETRAINED=str(source), **settings)
+    assert said.returncode == 0, said.stderr
+    words = list(dict_of(tmp_path / "mine/bin/dict.txt"))
+    assert "[fr]" in words and "__fr__" not in words and words[-1] == "<mask>"
+
+
+def test_a_model_that_was_trained_further_since_is_told(from_experts, tmp_path):
     folder, settings = from_experts
     shutil.copytree(folder / "data", tmp_path / "data")
-    source = shutil.copytree(prepared / "runs/tiny/smoe-2-2", tmp_path / "smoe-2-2")
+    source = shutil.copytree(folder / "smoe-2-2", tmp_path / "smoe-2-2")
     (source / "train.log").write_text("another line")
-    said = step_here("prepare", "mine", cwd=tmp_path, **settings)
+    said = step_here("prepare", "mine", cwd=tmp_path, PRETRAINED="./smoe-2-2/", **settings)
     assert said.returncode == 0 and "prepared already" in said.stdout
     checkpoint = source / "checkpoint_best.pt"
     changed(checkpoint, checkpoint, lambda state: state["extra_state"].update(further=True))
     refused(step_here("prepare", "mine", cwd=tmp_path, **settings), "data/mine/bin", "`pretrained`")
+
+
+def test_large_files_of_a_model_are_told_apart_by_samples(tmp_path):
+    files = [tmp_path / name for name in ("one", "other")]
+    for file in files:
+        with open(file, "wb") as content:
+            content.truncate(1 << 27)
+            content.seek(1 << 26)
+            content.write(file.name.encode())
+    one, other = map(prepare._identity, files)
+    assert one != other and one == prepare._identity(files[0])
 
 
 def test_runs_that_began_from_another_model_are_told_and_not_averaged(from_experts, tmp_path):
@@ -332,14 +396,26 @@ def test_refused_in_training(tuned, words, named):
     refused(step_here("train", "mine", *words.split(), cwd=folder, **settings), *named)
 
 
-def test_the_file_names_another_model_than_the_data_have(tuned, tmp_path):
+@pytest.mark.parametrize(
+    "line, other, named",
+    [
+        ("pretrained: ", "pretrained: ~/other-", ("data/mine/bin", "{}/other-")),
+        ("  max-update: 2\n", "  encoder-layers: 7\n", ("--encoder-layers 7",)),
+        ("  max-update: 2\n", "  encoder-layers: null\n", ()),
+    ],
+)
+def test_the_file_describes_another_model_than_the_data_have(tuned, tmp_path, line, other, named):
     folder, settings = tuned
     shutil.copytree(folder / "configs", tmp_path / "configs")
     file = tmp_path / "configs/datasets/mine.yaml"
-    file.write_text(file.read_text().replace("pretrained: ", "pretrained: ~/other-"))
-    settings = settings | {"CONFIG_DIR": "~/configs", "HOME": str(tmp_path)}
+    assert line in file.read_text()
+    file.write_text(file.read_text().replace(line, other))
+    settings = settings | {"CONFIG_DIR": "~/configs", "HOME": str(tmp_path), "DRY_RUN": "1"}
     said = step_here("train", "mine", "dense", cwd=folder, **settings)
-    refused(said, "data/mine/bin", f"{tmp_path}/other-")
+    if named:
+        refused(said, *(name.format(tmp_path) for name in named))
+    else:
+        assert "--encoder-layers 2 " in said.stdout, said.stderr
 
 
 def test_evaluated_before_training(tuned, tmp_path):

@@ -33,7 +33,12 @@ VALIDATE = {"metric": "chrf", "sentences": 200, "every": 500, "patience": 5}
 def source_of(dataset: Dataset) -> str | None:
     """The run, checkpoint or folder of transformers to fine-tune: ``PRETRAINED``, else the data set's."""
     given = dataset.settings.pretrained or dataset.pretrained
-    return given and os.path.expanduser(given)
+    return plain_path(given)
+
+
+def plain_path(path: str | None) -> str | None:
+    """The path without ``~``, ``./`` and a ``/`` at its end, by which it is compared."""
+    return path and os.path.normpath(os.path.expanduser(path))
 
 
 def is_foreign(source: Path) -> bool:
@@ -60,22 +65,23 @@ def with_pretrained(dataset: Dataset, binary: Path | None = None) -> Dataset:
     given, before = dataset.settings.pretrained and source_of(dataset), record["source"]
     if not given:
         given, before = dataset.pretrained, record.get("named", dataset.pretrained)
-    if given and given != before:
+    if given and plain_path(given) != plain_path(before):
         fault = f"{binary} was prepared with `pretrained: {record['source']}`"
-        other = os.path.expanduser(given)
-        raise UsageError(f"{fault}, not {other}: delete it to prepare it again")
+        raise UsageError(f"{fault}, not {plain_path(given)}: delete it to prepare it again")
     if value_of(dataset.train, "arch", "smoe_transformer") != "smoe_transformer":
         raise UsageError(
             f"{dataset.file}: `train.arch`: leave it out; the model is that of {record['source']}"
         )
     places = {} if record["experts"] == DENSE else record["experts"]  # which layers have experts
     places = {name: freq for name, freq in places.items() if name.endswith("moe-freq")}
+    # Others than the model's are refused in training (`check_options`).
+    sizes = {n: value for n, value in record["model"].items() if dataset.train.get(n) is None}
     train = {"arch": "smoe_transformer", **TRAIN, **record["train"], **places, **dataset.train}
     return replace(
         dataset,
         start=record,
         task=dataset.task | record["task"],
-        train=train | record["model"],
+        train=train | sizes,
         validate=VALIDATE | dataset.validate,
     )
 

@@ -7,6 +7,9 @@ from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from fairseq.data import Dictionary
+from fairseq.data.multilingual.multilingual_utils import augment_dictionary, get_lang_tok
+
 from smoe_fairseq.checkpoints import huggingface_m2m, huggingface_m2m_text, sets
 from smoe_fairseq.checkpoints.content import fingerprint
 from smoe_fairseq.checkpoints.model import (
@@ -17,14 +20,14 @@ from smoe_fairseq.checkpoints.model import (
 )
 from smoe_fairseq.checkpoints.reading import open_checkpoint, values_of
 from smoe_fairseq.checkpoints.trained_with import DICTIONARIES, checksum
-from smoe_fairseq.checkpoints.upcycle import size_flags
+from smoe_fairseq.checkpoints.upcycle import OF_A_RUN, size_flags
 from smoe_fairseq.checkpoints.vocabulary import Vocabulary
 from smoe_fairseq.errors import UsageError, nearest, quietly
 from smoe_fairseq.files import read_plain, whole_files
 from smoe_fairseq.forms import read_json
 from smoe_fairseq.languages import assign
 from smoe_fairseq.recipes.data import readers
-from smoe_fairseq.recipes.data.binarise import SPECIAL, read_dictionary
+from smoe_fairseq.recipes.data.binarise import SPECIAL
 from smoe_fairseq.recipes.data.raw import text_files
 from smoe_fairseq.recipes.datasets import Dataset
 from smoe_fairseq.recipes.folders import final
@@ -33,11 +36,11 @@ from smoe_fairseq.subwords import NAMES, read_subwords, subwords_of
 from smoe_fairseq.translate.load import checkpoint_of, data_of
 
 TASK = "translation_multi_simple_epoch"
-_STYLES = {"multilingual": "__{}__", "mbart": "[{}]"}  # of fairseq's language tokens
 # Parts of the names of options that a run may set as it likes: they change neither the names of weights nor
 # what the model computes without dropout and limits.
-_FREE = """drop max_source max_target activations min_params freeze expert_parallel execution capacity_factor
-    policy init_scale eom fom bias_step""".split()
+_FREE = """drop max_source max_target expert_parallel execution capacity_factor policy init_scale eom fom
+    bias_step""".split()
+_FREE += OF_A_RUN
 
 
 def task_of(source: Path) -> tuple[Path, dict]:
@@ -121,12 +124,12 @@ def _adapt(dataset: Dataset, source: Path, raw: Path, output: Path) -> None:
             options = transformer_options(checkpoint, state) | {"moe_freq": 0}
         else:
             options = known_options(checkpoint, state) | {"expert_parallel": False}
-        vocabulary, token = _vocabulary(checkpoint, state, task)
+        vocabulary, style = _vocabulary(checkpoint, state, task)
         rows, size = len(vocabulary.symbols), vocabulary.bytes
-        known = [token.format(language) for language in task["langs"]]
         for language, settings in dataset.new_languages.items():
-            like = [token.format(settings["like"])] if "like" in settings else known
-            vocabulary.add_token(token.format(language), like)
+            like = [settings["like"]] if "like" in settings else task["langs"]
+            token, *tokens = (get_lang_tok(each, style) for each in (language, *like))
+            vocabulary.add_token(token, tokens)
         if dataset.add_subwords:
             new = dataset.new_languages
             texts = (line for lang, line in _lines(dataset, raw) if lang in new)
@@ -184,19 +187,19 @@ def _adapt(dataset: Dataset, source: Path, raw: Path, output: Path) -> None:
 
 
 def _vocabulary(checkpoint: Path, state: dict, task: dict) -> tuple[Vocabulary, str]:
-    """The model's vocabulary with its language tokens, and their format."""
+    """The model's vocabulary with its language tokens, and their style."""
     folder = Path(data_of(checkpoint, str(task.get("data") or "")))
-    first, *others = sorted(folder.glob("dict*.txt"))
+    first, *others = sorted(folder.glob("dict.*txt"))
     for other in others:
         if not filecmp.cmp(first, other, shallow=False):
             raise UsageError(f"{first} and {other} differ: expected one dictionary")
     if (subwords := subwords_of(str(folder))) is None:
         raise UsageError(f"{folder} has no {NAMES[0]}: expected the model of the subwords there")
     read_subwords(subwords)
-    token = _STYLES[task.get("lang_tok_style") or "multilingual"]
-    symbols = [*read_dictionary(first), *map(token.format, task["langs"])]
-    symbols = list(dict.fromkeys(symbols))  # some dictionaries have the tokens
-    return Vocabulary(state["model"], symbols, read_plain(subwords)), token
+    dictionary, style = Dictionary.load(str(first)), task.get("lang_tok_style") or "multilingual"
+    specs = task.get("langtoks_specs") or ["main"]
+    augment_dictionary(dictionary, task["langs"], style, specs, task.get("extra_data"))
+    return Vocabulary(state["model"], dictionary.symbols, read_plain(subwords)), style
 
 
 def _lines(dataset: Dataset, raw: Path) -> Iterator[tuple[str, str]]:

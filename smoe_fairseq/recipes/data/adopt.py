@@ -132,7 +132,7 @@ class _Archive:
     def complete_dictionaries(self) -> None:
         """Write the dictionary under every name that fairseq reads."""
         names = _dictionaries(self.dataset)
-        contents = {file.name: read_plain(file) for file in sorted(self.numbers.glob("dict*.txt"))}
+        contents = {file.name: read_plain(file) for file in sorted(self.numbers.glob("dict.*txt"))}
         if not contents:
             raise self.missing(f"{self.layout['text']}/{names[1]}", "the dictionary")
         first, *_ = contents

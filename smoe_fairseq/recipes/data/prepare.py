@@ -31,12 +31,12 @@ from smoe_fairseq.recipes.folders import (
     Folders,
     package_folder,
 )
-from smoe_fairseq.recipes.pretrained import is_foreign, source_of, with_pretrained
+from smoe_fairseq.recipes.pretrained import is_foreign, plain_path, source_of, with_pretrained
 from smoe_fairseq.recipes.processes import command, recipe, run, warn
 from smoe_fairseq.recipes.program_flags import FAIRSEQ_POSITIONS, arguments, parse_flags, value_of
 
 _UNFINISHED = "unfinished.json"  # the name of `PREPARED`, see `_origin`, until the text is complete
-_WHOLE = 1 << 26  # bytes up to which a pretrained model's files without checksums are read
+_WHOLE = 1 << 26  # bytes up to which a pretrained model's files without checksums are read whole
 _POSITIONS = "max-source-positions"  # of `train`: decides where lines are cut off
 
 
@@ -110,7 +110,9 @@ def _changed(dataset: Dataset, folders: Folders, flags: Sequence[str]) -> str | 
     if setting := changed_setting(dataset, flags):
         return setting
     now = _origin(dataset, folders, flags)
-    if before.get("model", now["model"]) != now["model"]:
+    model = now["model"]
+    sizes = {name: identity.split()[0] for name, identity in model.items()}  # earlier: these alone
+    if before.get("model", model) not in (model, sizes):
         return "content of `pretrained`"
     if "content" not in before:  # of an earlier version, which read the ends of files
         return None
@@ -129,6 +131,7 @@ def changed_setting(dataset: Dataset, flags: Sequence[str] | None = None) -> str
     now, others = _settings(dataset, flags or ()), {"languages"}  # that `check_prepared` compares
     later = {key: now[key] for key in (_POSITIONS, "keep")}  # older records lack them
     before = later | _record(Folders(dataset)).get("settings", now)
+    before["pretrained"] = plain_path(before.get("pretrained"))
     if flags is None:  # `with_pretrained` compares the model
         others |= {"pretrained"}
         before["subwords"] = before["subwords"][: len(now["subwords"])]
@@ -186,9 +189,16 @@ def _model(dataset: Dataset) -> dict[str, str]:
 
 
 def _identity(file: Path) -> str:
-    """A `fingerprint`; of a large file that would be read whole for it, such as safetensors, the size."""
-    large = file.exists() and file.stat().st_size > _WHOLE
-    return str(file.stat().st_size) if large and not zipfile.is_zipfile(file) else fingerprint(file)
+    """A `fingerprint`; of samples of a large file that would be read whole, such as safetensors."""
+    size = file.stat().st_size if file.exists() else 0
+    if size <= _WHOLE or zipfile.is_zipfile(file):
+        return fingerprint(file)
+    digest = hashlib.sha256()
+    with open(file, "rb") as content:
+        for start in range(0, size, _WHOLE):
+            content.seek(start)
+            digest.update(content.read(1 << 20))
+    return f"{size} {digest.hexdigest()}"
 
 
 def _text_of(dataset: Dataset, source: Path) -> Iterable[Path]:
