@@ -22,7 +22,7 @@ _SUBWORDS = "spm.model"
 # A block's arguments that are those of its side by default.
 _SIDE_ARGUMENTS = ("embed_dim", "ffn_embed_dim", "activation_fn")
 # These do not change translations.
-_IRRELEVANT = {"dropout", "activation_dropout", "capacity_factor", "execution", "output_norm"}
+_IRRELEVANT = {"dropout", "activation_dropout", "capacity_factor", "execution"}
 
 _LANGUAGE = r"[^\s,:/-][^\s,:/]*"
 _TOKENIZER = {
@@ -73,8 +73,6 @@ def _check_blocks(
         raise UsageError(f"{file}: moe_blocks is {actual}; by the other options {implied}")
     for layer, block in expected.items():
         arguments = {name: block[name] for name in _SIDE_ARGUMENTS} | moe_blocks[layer]
-        if arguments.get("output_norm") is False:  # as `huggingface.layers.block_of`
-            arguments["norms"] = "paper"
         for name in {**block, **arguments}.keys() - _IRRELEVANT:
             value = arguments.get(name, getattr(MoEConfig, name, None))
             if value != block.get(name):

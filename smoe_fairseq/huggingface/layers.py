@@ -194,8 +194,6 @@ def block_of(config: SMoEConfig, side: str, options: dict, vocabulary: int) -> S
     options["activation_fn"] = ACTIVATIONS[options["activation_fn"]]
     if GATES[options.get("gate", MoEConfig.gate)].extra_input == "id":
         options["hash_table"] = torch.zeros(vocabulary, dtype=torch.long)
-    if not options.pop("output_norm", True):  # an old checkpoint of one stratum, in an old folder
-        options["norms"] = "paper"
     return StratifiedMoE(**options)
 
 
