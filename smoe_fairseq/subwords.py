@@ -15,6 +15,7 @@ from smoe_fairseq.forms import read_json
 
 NAMES = ("spm.model", "sentencepiece.bpe.model")  # of our recipes and of fairseq
 CODES = ("bpecodes", "code")  # of subword-nmt, named as by fairseq
+SPECIAL = ["<s>", "<pad>", "</s>", "<unk>"]  # the first entries of every dictionary of fairseq
 BEGINS_WORD = "\u2581"  # sentencepiece's mark for the beginning of a word
 SUMS = "dict.sha256"  # beside dictionaries, in the format of the program sha256sum
 
@@ -150,7 +151,7 @@ def _refuse_unknown(subwords: Path, unknown: list[str], words: list[str]) -> Non
         )
 
 
-_SYMBOL, _FIRST = re.compile(r"[^\r\n]+"), ["<s>", "<pad>", "</s>", "<unk>"]
+_SYMBOL = re.compile(r"[^\r\n]+")
 
 
 def read_vocabulary(file: Path | str, rows: int | None = None) -> list[str]:
@@ -163,8 +164,8 @@ def read_vocabulary(file: Path | str, rows: int | None = None) -> list[str]:
         UsageError: an entry is invalid or there twice, or the number of entries is not that of the rows.
     """
     symbols = read_json(file, [_SYMBOL])
-    if symbols[:4] != _FIRST:
-        raise UsageError(f"{file} begins with {symbols[:4]}; expected {_FIRST}")
+    if symbols[:4] != SPECIAL:
+        raise UsageError(f"{file} begins with {symbols[:4]}; expected {SPECIAL}")
     if twice := next((symbol for symbol, n in Counter(symbols).items() if n > 1), None):
         raise UsageError(f"{file} has {twice!r} twice")
     if rows is not None and len(symbols) != rows:

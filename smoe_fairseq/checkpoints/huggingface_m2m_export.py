@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 
 from smoe_fairseq.checkpoints.huggingface_m2m import OF_SIDE
-from smoe_fairseq.checkpoints.huggingface_m2m_text import CODES, FIRST, LANGUAGE
+from smoe_fairseq.checkpoints.huggingface_m2m_text import CODES, LANGUAGE
 from smoe_fairseq.checkpoints.model import SIDES, check_fit
 from smoe_fairseq.checkpoints.pieces import is_bpe
 from smoe_fairseq.checkpoints.sets import UNSET
 from smoe_fairseq.files import read_plain
 from smoe_fairseq.modules.activation import GATED
 from smoe_fairseq.subwords import CODES as subword_nmt
-from smoe_fairseq.subwords import checked_subwords, read_subwords
+from smoe_fairseq.subwords import SPECIAL, checked_subwords, read_subwords
 
 _PLAIN = {  # what the class of transformers supports
     **{f"{side}_normalize_before": True for side in SIDES},
@@ -61,7 +61,7 @@ class Text:
         if options["activation_fn"] in GATED:
             return None
         symbols = task.source_dictionary.symbols
-        if symbols != task.target_dictionary.symbols or symbols[:4] != FIRST:
+        if symbols != task.target_dictionary.symbols or symbols[:4] != SPECIAL:
             return None
         subwords = checked_subwords(args.data, task.source_dictionary)
         if subwords is None or subwords.name in subword_nmt:
@@ -74,12 +74,11 @@ class Text:
         kind = by_list.get(tuple(languages))
         if len(languages) < 2 or not (kind or all(map(LANGUAGE[False].fullmatch, languages))):
             return None
-        has_bytes = any(map(model.is_byte, range(len(pieces))))
-        if not kind and (has_bytes or not is_bpe(read_plain(subwords))):
+        if not kind and ("<0x00>" in pieces or not is_bpe(read_plain(subwords))):
             return None  # NllbTokenizer would split otherwise
         row = {symbol: i for i, symbol in enumerate(symbols)}
-        known = {*pieces, *FIRST}
-        words = [s for s in symbols if s in known] if kind else FIRST + pieces[3:]
+        known = {*pieces, *SPECIAL}
+        words = [s for s in symbols if s in known] if kind else SPECIAL + pieces[3:]
         if not row.keys() >= {*words} or not kind and pieces[:3] != ["<unk>", "<s>", "</s>"]:
             return None
         if not kind and "<mask>" in row:
@@ -116,7 +115,7 @@ class Text:
         else:
             special = self.languages
             tokens = (token.strip("_") for token in self.tokens)
-            added = dict(enumerate(FIRST)) | dict(enumerate(tokens, len(self.words)))
+            added = dict(enumerate(SPECIAL)) | dict(enumerate(tokens, len(self.words)))
             settings |= {"tokenizer_class": "NllbTokenizer", "legacy_behaviour": False}
             settings |= {"cls_token": "<s>"}
             settings |= {"mask_token": "<mask>" if "<mask>" in self.tokens else None}

@@ -13,11 +13,10 @@ from smoe_fairseq.checkpoints.trained_with import checksum
 from smoe_fairseq.errors import UsageError
 from smoe_fairseq.files import read_plain
 from smoe_fairseq.forms import Number, read_json
-from smoe_fairseq.subwords import check_pieces, read_subwords
+from smoe_fairseq.subwords import SPECIAL, check_pieces, read_subwords
 
 _SUBWORDS, _VOCABULARY, _SETTINGS = "sentencepiece.bpe.model", "vocab.json", "tokenizer_config.json"
-FIRST = ["<s>", "<pad>", "</s>", "<unk>"]
-_SPECIAL = {*FIRST, "<mask>"}
+_MARKS = {*SPECIAL, "<mask>"}
 _ID = Number(0, 10_000_000, whole=True)
 _FORM = {
     "tokenizer_class?": (None, {"M2M100Tokenizer", "NllbTokenizer", "NllbTokenizerFast"}),
@@ -104,18 +103,18 @@ def _vocabulary(folder: Path) -> tuple[list[str], list[str], bytes]:
         )
     is_m2m = (folder / _VOCABULARY).exists()
     words, tokens, subwords = (_m2m if is_m2m else _nllb)(folder, settings)
-    if words[:4] != FIRST:
-        raise UsageError(f"{folder}: its vocabulary begins with {words[:4]}; expected {FIRST}")
+    if words[:4] != SPECIAL:
+        raise UsageError(f"{folder}: its vocabulary begins with {words[:4]}; expected {SPECIAL}")
     languages = []
     for number, (row, token) in enumerate(sorted(tokens.items()), len(words)):
         if row != number:
             raise UsageError(f"{folder}: token {token!r} has the id {row}; expected {number}")
-        if token not in _SPECIAL and not LANGUAGE[is_m2m].fullmatch(token):
+        if token not in _MARKS and not LANGUAGE[is_m2m].fullmatch(token):
             raise UsageError(
                 f"{folder}: {token!r} was added to the tokenizer; expected tokens of languages alone, like "
                 "eng_Latn"
             )
-        if token not in _SPECIAL:
+        if token not in _MARKS:
             languages.append(token.strip("_"))
             token = f"__{languages[-1]}__"
         words.append(token)
@@ -155,7 +154,7 @@ def _nllb(folder: Path, settings: Mapping) -> tuple[list[str], dict[int, str], b
         words, tokens, subwords = read_tokenizer(tokenizer)
     if file.exists():
         model, subwords = read_subwords(file), read_plain(file)
-        pieces = FIRST + [model.id_to_piece(i) for i in range(3, model.get_piece_size())]
+        pieces = SPECIAL + [model.id_to_piece(i) for i in range(3, model.get_piece_size())]
         if tokenizer.exists() and pieces != words:
             raise UsageError(f"{file} and {tokenizer.name} differ; expected the same tokens")
         if not tokenizer.exists():

@@ -8,11 +8,11 @@ from pathlib import Path
 
 from torch import Tensor
 
-from smoe_fairseq.checkpoints.huggingface_m2m_text import FIRST, Files, data_files
+from smoe_fairseq.checkpoints.huggingface_m2m_text import Files, data_files
 from smoe_fairseq.checkpoints.reading import values_of
 from smoe_fairseq.errors import UsageError
 from smoe_fairseq.files import read_plain, read_text
-from smoe_fairseq.subwords import check_pieces
+from smoe_fairseq.subwords import SPECIAL, check_pieces
 
 _DICTIONARIES = ("model_dict.128k.txt", "dictionary.txt")  # of M2M-100, of NLLB-200
 _SUBWORDS = ("spm.128k.model", "flores200_sacrebleu_tokenizer_spm.model")
@@ -52,7 +52,7 @@ def published_text(path: Path, state: Mapping, weights: Mapping[str, Tensor]) ->
     check_pieces(subwords, [word for word in words if word[:2] != "__" and word[:6] != "madeup"])
     tokens = [f"__{language}__" for language in languages]
     tags = _TAGS if saved.get("add_data_source_prefix_tags") else []
-    symbols = list(dict.fromkeys([*FIRST, *words, *tokens, *tags]))
+    symbols = list(dict.fromkeys([*SPECIAL, *words, *tokens, *tags]))
     rows = len(weights["encoder.embed_tokens.weight"])
     if len(symbols) != rows or len(languages) < 2:
         raise UsageError(

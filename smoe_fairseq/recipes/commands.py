@@ -21,6 +21,7 @@ from smoe_fairseq.errors import UsageError, end_parsing, nearest, quietly
 from smoe_fairseq.flags import at_least, filled, flag_of, positive
 from smoe_fairseq.recipes.processes import recipe
 from smoe_fairseq.recipes.settings import SETTINGS, Settings
+from smoe_fairseq.subwords import SPECIAL
 
 NEAR = 0.85  # similarity at which an unknown flag is reported as a mistyped setting
 _FOLDERS = ("DATA_DIR", "RUN_DIR", "CONFIG_DIR", "DRY_RUN")
@@ -244,7 +245,7 @@ def _naming_flags(given: Mapping[str, str]) -> Iterator[None]:
 def _symbol(text: str) -> str:
     if os.path.isfile(text):  # False for words that are too long for a name
         raise ArgumentTypeError(f"{text} is a file; the texts come before this flag")
-    if text.split() != [text] or text in ("<s>", "<pad>", "</s>", "<unk>"):
+    if text.split() != [text] or text in SPECIAL:
         raise ArgumentTypeError(f"{text!r}: expected a word that is no mark of fairseq's")
     return text
 

@@ -27,12 +27,11 @@ from smoe_fairseq.files import read_plain, whole_files
 from smoe_fairseq.forms import read_json
 from smoe_fairseq.languages import assign
 from smoe_fairseq.recipes.data import readers
-from smoe_fairseq.recipes.data.binarise import SPECIAL
 from smoe_fairseq.recipes.data.raw import text_files
 from smoe_fairseq.recipes.datasets import Dataset
 from smoe_fairseq.recipes.folders import final
 from smoe_fairseq.recipes.pretrained import MODEL, RECORD, is_foreign, source_of
-from smoe_fairseq.subwords import NAMES, read_subwords, subwords_of
+from smoe_fairseq.subwords import NAMES, SPECIAL, read_subwords, subwords_of
 from smoe_fairseq.translate.load import checkpoint_of, data_of
 
 TASK = "translation_multi_simple_epoch"

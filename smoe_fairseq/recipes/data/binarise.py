@@ -25,10 +25,9 @@ from smoe_fairseq.recipes.data.raw import SPLITS
 from smoe_fairseq.recipes.data.text_files import Chunk, map_chunks
 from smoe_fairseq.recipes.datasets import Dataset
 from smoe_fairseq.recipes.folders import print_written, shard_folders
-from smoe_fairseq.subwords import write_sums
+from smoe_fairseq.subwords import SPECIAL, write_sums
 
 SUFFIXES = ("bin", "idx")
-SPECIAL = ("<s>", "<pad>", "</s>", "<unk>")  # the first entries of every dictionary of fairseq
 EOS, UNKNOWN = SPECIAL.index("</s>"), SPECIAL.index("<unk>")
 _HEADER = struct.Struct("<9sQBQ")  # magic, version, code of the dtype, sentences
 _MAGIC = b"MMIDIDX\0\0"
