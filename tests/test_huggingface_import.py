@@ -58,7 +58,7 @@ def test_a_language_with_a_hyphen_is_taken_back(hyphens, tmp_path):
 
 @pytest.mark.soak
 def test_languages_and_settings_are_taken_back(three_languages, tmp_path):
-    """And what transformers has saved again is taken, in several files too."""
+    """Also a language of no pair; and what transformers has saved again is taken, in several files too."""
     from transformers import AutoModelForSeq2SeqLM
 
     more = (*handmade.MULTILINGUAL, "--decoder-langtok", "--label-smoothing", 0.2)
@@ -70,6 +70,8 @@ def test_languages_and_settings_are_taken_back(three_languages, tmp_path):
     (folder / "model.safetensors").unlink()
     model.save_pretrained(folder, max_shard_size="100KB")
     assert (folder / "model.safetensors.index.json").exists()
+    settings = json.loads((folder / SETTINGS).read_text()) | {"lang_pairs": ["aa-bb"]}
+    (folder / SETTINGS).write_text(json.dumps(settings))
     output = tmp_path / "new/ours.pt"
     call("import", folder, "--output", output)
     assert load(output)["cfg"]["criterion"]["label_smoothing"] == 0.2
