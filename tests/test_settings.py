@@ -246,8 +246,11 @@ def test_every_system_and_column_of_the_paper_is_one_of_the_recipes():
         assert not classes or sorted(in_classes) == sorted(dataset.languages[1:])
 
 
-def test_a_methods_file_has_no_flags_of_the_recipe(configs):
+def test_a_methods_file_has_no_flags_of_the_recipe(configs, tmp_path):
     configs({"pairs": ["en-fr"]})
+    methods = tmp_path / "configs/methods"
+    methods.unlink()  # a link to ours
+    methods.mkdir()
     configs({"train": {"user-dir": "x"}}, "methods/own.yaml")
     with pytest.raises(UsageError, match="own.yaml.*train.user-dir"):
         method_flags("own", load_dataset("odd"))
