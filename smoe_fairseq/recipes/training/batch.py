@@ -101,10 +101,8 @@ def plan_batch(
     unit = next((unit for unit, size in sizes.items() if size), None)
     if unit is None:
         return None
-    size, frequency = (
-        int(sizes[unit]),
-        typed["update-freq"] or int(value_of(flags, "update-freq", 1)),
-    )
+    frequency = typed["update-freq"] or int(value_of(flags, "update-freq", 1))
+    size = int(sizes[unit])
     if typed["update-freq"] or ranks == 1:
         return Batch(unit, ranks * size * frequency, ranks, size, frequency)
     batch = _divide(unit, size * frequency, size, ranks, least if unit == "max-tokens" else 1)
