@@ -2,14 +2,15 @@
 
 import json
 import re
+import sys
 import time
 
 import pytest
 import torch
 
-from benchmarks.gpu import resources
+from benchmarks.gpu import resources, training
 from benchmarks.gpu.__main__ import main
-from benchmarks.gpu.parts import PARTS, Part, plan, rounds, run_all
+from benchmarks.gpu.parts import PARTS, Context, Part, plan, rounds, run_all
 from benchmarks.gpu.report import goal, passed, report
 from smoe_fairseq.modules.routing import Capacity
 
@@ -132,6 +133,13 @@ def test_the_verdict_is_of_large_batches(ratios, line):
         for n, ratio in ratios.items()
     ]
     assert goal(results) == line and line in report({"device": "cpu"}, results).splitlines()
+
+
+def test_a_training_without_a_group_is_one_process(tmp_path, monkeypatch):
+    """On several GPUs fairseq would start one for each."""
+    monkeypatch.setattr(training.fairseq_cli.train, "cli_main", lambda: print(sys.argv))
+    text = training.Runs(Context("cpu", str(tmp_path))).train("run")
+    assert "'--distributed-world-size', '1'" in text
 
 
 @pytest.mark.soak

@@ -65,6 +65,7 @@ class Runs:
         words += ["--max-update", 3, "--log-interval", 1, "--log-format", "json"]
         words += ["--no-epoch-checkpoints", "--disable-validation"]
         words += ["--save-dir", self.folder / name, *self._cpu(device)]
+        words += [] if ranks else ["--distributed-world-size", 1]
         main = command(fairseq_cli.train.cli_main, [self.data, *words, *flags])
 
         text = run_ranks(lambda: around(main), ranks)
