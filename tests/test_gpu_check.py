@@ -4,14 +4,16 @@ import json
 import re
 import sys
 import time
+from functools import partial
 
 import pytest
 import torch
 
-from benchmarks.gpu import resources, training
+from benchmarks.gpu import fast, resources, right, training
 from benchmarks.gpu.__main__ import main
 from benchmarks.gpu.parts import PARTS, Context, Part, plan, rounds, run_all
 from benchmarks.gpu.report import goal, passed, report
+from smoe_fairseq.modules import torch_features
 from smoe_fairseq.modules.routing import Capacity
 
 
@@ -106,8 +108,6 @@ def test_every_part_has_a_function(one):
 
 def test_the_block_is_compared_with_other_options(monkeypatch):
     """A block that drops nothing is not right where the plain loops drop."""
-    from benchmarks.gpu import right
-
     given = (
         {"strata": "4-4", "capacity_factor": 1.0},
         torch.float32,
@@ -140,6 +140,30 @@ def test_a_training_without_a_group_is_one_process(tmp_path, monkeypatch):
     monkeypatch.setattr(training.fairseq_cli.train, "cli_main", lambda: print(sys.argv))
     text = training.Runs(Context("cpu", str(tmp_path))).train("run")
     assert "'--distributed-world-size', '1'" in text
+
+
+@pytest.mark.parametrize("part", [fast.block, fast.products, right.compiled])
+def test_without_a_grouped_product_nothing_is_wrong(part, tmp_path, monkeypatch):
+    """As with torch 2.6: what needs it is left out."""
+    monkeypatch.setattr(torch_features, "grouped_mm", None)
+    monkeypatch.delattr(torch.nn.functional, "grouped_mm", raising=False)
+    found = list(part(Context("cpu", str(tmp_path))))
+    assert found and all(each["ok"] is None and "error" not in each for each in found)
+
+
+@pytest.mark.parametrize(
+    "one, tile, kind", [(True, 128, "Grouped"), (False, 128, "Our"), (False, None, "")]
+)
+def test_the_floor_is_one_kernel(one, tile, kind, monkeypatch):
+    """torch's product is a loop over experts where it is none, and no floor."""
+    used = []
+    monkeypatch.setattr(fast, "torch_has_one", lambda *_: one)
+    monkeypatch.setattr(fast, "tile_of", lambda *_: tile)
+    for name in ("Grouped", "Our"):
+        step = partial(used.append, name)
+        monkeypatch.setattr(getattr(fast, f"{name}Products"), "step", lambda _, step=step: step())
+    found = fast.measure(fast.Case("4-4", 64, 16), torch.device("cpu"), True)
+    assert set(used) == {kind} - {""} and ("ratio" in found) == bool(kind)
 
 
 @pytest.mark.soak

@@ -18,8 +18,9 @@ from benchmarks.gpu.training import attempt
 from benchmarks.layers import Case, Ours, block_step, make_block, routed_tokens
 from benchmarks.peers import PEERS, Peer, agreement
 from benchmarks.timing import in_turns, ratio
+from smoe_fairseq.modules import torch_features
 from smoe_fairseq.modules.experts import EXECUTIONS
-from smoe_fairseq.modules.products import TritonProducts, tile_of
+from smoe_fairseq.modules.products import TritonProducts, can_group, tile_of, torch_has_one
 
 STRATA = (1, 2, 4)
 # Events of the profiler in which the host waits for the device.
@@ -41,8 +42,7 @@ class GroupedProducts:
 
     def step(self) -> list[Tensor]:
         """Forward and backward."""
-        product = torch.nn.functional.grouped_mm
-        outputs = []
+        product, outputs = torch_features.grouped_mm, []
         for x_ND, ends_E in zip(self.rows, self.ends, strict=True):
             h_NF = product(x_ND, self.w1, offs=ends_E).relu()
             outputs.append(product(h_NF, self.w2, offs=ends_E))
@@ -63,7 +63,9 @@ def cases(context: Context) -> Iterator[Case]:
 
 
 def block(context: Context) -> Iterator[dict]:
-    """bf16, forward and backward, each execution; ``ratio`` is of the fastest over the bare products."""
+    """bf16, forward and backward, each execution; ``ratio`` is of the fastest over the bare products, by
+    torch's kernel where it is one, else by ours; there is none without either.
+    """
     device = torch.device(context.device)
     for case in cases(context):
         name = f"{case.strata}, {case.tokens} tokens, D {case.embed_dim}"
@@ -81,16 +83,18 @@ def measure(case: Case, device: torch.device, tiny: bool) -> dict:
     made = make_block(case, device, torch.bfloat16)
     x_TD = torch.randn(case.tokens, case.embed_dim, device=device, dtype=torch.bfloat16)
     counts_LE = routed_tokens(made, x_TD)
-    floor = GroupedProducts(case.embed_dim, counts_LE, device, torch.bfloat16)
+    one = torch_has_one(made.experts.w1, torch.bfloat16)
+    kind = GroupedProducts if one else OurProducts if tile_of(device, torch.bfloat16) else None
+    floor = kind and kind(case.embed_dim, counts_LE, device, torch.bfloat16)
     steps = {way: block_step(Ours(made, way), x_TD, True) for way in executions(device)}
-    contenders = {**steps, "products": floor.step}
+    contenders = {**steps, "products": floor.step} if floor else steps
     times = in_turns(contenders, device, 0.1 if tiny else 1.5)
     ms = {name: 1000 * statistics.median(of) for name, of in times.items()}
     best = min(steps, key=ms.get)
     found = {
         "tokens": case.tokens,
         "fastest": best,
-        "ratio": ratio(times, best, "products")["median"],
+        **({"ratio": ratio(times, best, "products")["median"]} if floor else {}),
         "host waits": {way: host_waits(step) for way, step in steps.items()},
         "ms": ms,
     }
@@ -163,9 +167,10 @@ def several_ways(counts_E, width, device, dtype, tiny) -> dict:
         "per expert": SingleProducts(counts_E, width, device, dtype).step,
     }
     grouped = GroupedProducts(width, [counts_E], device, dtype)
-    with suppress(RuntimeError):  # no grouped product in this type here
-        grouped.step()
-        ways["grouped"] = grouped.step
+    if can_group(grouped.w1, dtype):
+        with suppress(RuntimeError):  # no grouped product in this type here
+            grouped.step()
+            ways["grouped"] = grouped.step
     if tile_of(device, dtype):
         ways["ours"] = OurProducts(width, [counts_E], device, dtype).step
     times = in_turns(ways, device, 0.1 if tiny else 0.4)
