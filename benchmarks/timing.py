@@ -127,7 +127,7 @@ def memory_of(
     Parameters count in neither; their gradients count in the peak, for the bare products too.
     """
     step.clear_gradients()
-    peak = _cuda_peak(step, device) if device.type == "cuda" else _cpu_peak(step)
+    peak = cuda_peak(step, device) if device.type == "cuda" else _cpu_peak(step)
     saved = saved_bytes(step.forward, module.parameters()) if train else None
     return {"saved": saved, "peak": peak}
 
@@ -174,7 +174,8 @@ def _quiet_stderr() -> Iterator[None]:
         os.close(kept)
 
 
-def _cuda_peak(step: Callable[[], object], device: torch.device) -> int:
+def cuda_peak(step: Callable[[], object], device: torch.device) -> int:
+    """Most bytes that ``step`` had allocated at once, besides what was there before."""
     torch.cuda.synchronize(device)
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)

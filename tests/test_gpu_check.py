@@ -9,7 +9,7 @@ from functools import partial
 import pytest
 import torch
 
-from benchmarks.gpu import fast, resources, right, training
+from benchmarks.gpu import fast, resources, right, training, update
 from benchmarks.gpu.__main__ import main
 from benchmarks.gpu.parts import PARTS, Context, Part, plan, rounds, run_all
 from benchmarks.gpu.report import goal, passed, report
@@ -164,6 +164,40 @@ def test_the_floor_is_one_kernel(one, tile, kind, monkeypatch):
         monkeypatch.setattr(getattr(fast, f"{name}Products"), "step", lambda _, step=step: step())
     found = fast.measure(fast.Case("4-4", 64, 16), torch.device("cpu"), True)
     assert set(used) == {kind} - {""} and ("ratio" in found) == bool(kind)
+
+
+def test_fused_is_what_fused_kernels_compute(tmp_path, monkeypatch):
+    """Where they do not run, as on this CPU, the general forward would be compared and timed as fused."""
+    monkeypatch.setattr(fast, "executions", lambda _: ["per-expert", "fused"])
+    monkeypatch.setattr(right, "executions", fast.executions)
+    monkeypatch.setattr(right.plain_loops, "SYSTEMS", [{"strata": "4-4"}])
+    context = Context("cpu", str(tmp_path))
+    *found, left_out = right.block(context)
+    assert [each["case"].split(", ")[-1] for each in found] == ["per-expert"] * 2
+    assert left_out["case"].startswith("2 cases") and left_out["ok"] is None
+    assert "fused" not in next(fast.block(context))["ms"]
+    runs = training.Runs(context)
+    assert update.timed(runs, "4-4, bf16, fused", [], context)["ran"] == "the general forward"
+
+
+def test_a_case_that_does_not_fit_the_memory_is_not_wrong(tmp_path, monkeypatch):
+    def fails(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    context = Context("cpu", str(tmp_path))
+    for module, name, part in [(fast, "measure", fast.block), (update, "timed", update.update)]:
+        monkeypatch.setattr(module, name, fails)
+        found = list(part(context))
+        assert found and all((r["ok"], r["error"]) == (None, "does not fit") for r in found)
+
+
+def test_peak_memory_is_that_of_a_step(monkeypatch):
+    """Not of what else is there, such as other contenders' weights and gradients."""
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda *_: None)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda *_: 2**22)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda *_: 2**23)
+    assert fast.peak(lambda: None, torch.device("cuda")) == 4.0
 
 
 @pytest.mark.soak

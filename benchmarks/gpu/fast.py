@@ -14,11 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.gpu.parts import Context
-from benchmarks.gpu.training import attempt
+from benchmarks.gpu.training import attempt, attempt_fast
 from benchmarks.layers import Case, Ours, block_step, make_block, routed_tokens
 from benchmarks.peers import PEERS, Peer, agreement
-from benchmarks.timing import in_turns, ratio
-from smoe_fairseq.modules import torch_features
+from benchmarks.timing import cuda_peak, in_turns, ratio
+from smoe_fairseq.modules import fused, torch_features
 from smoe_fairseq.modules.experts import EXECUTIONS
 from smoe_fairseq.modules.products import TritonProducts, can_group, tile_of, torch_has_one
 
@@ -69,13 +69,19 @@ def block(context: Context) -> Iterator[dict]:
     device = torch.device(context.device)
     for case in cases(context):
         name = f"{case.strata}, {case.tokens} tokens, D {case.embed_dim}"
-        yield attempt(name, lambda c=case: measure(c, device, context.tiny))
+        yield attempt_fast(name, lambda c=case: measure(c, device, context.tiny))
 
 
 def executions(device: torch.device) -> list[str]:
     """Those that are compared on a device; Triton's kernels need a GPU."""
     ways = [way for way in EXECUTIONS if way != "auto"]
     return [way for way in ways if not way.startswith("fused") or device.type == "cuda"]
+
+
+def fits(block: nn.Module, way: str, x: Tensor) -> bool:
+    """Whether a block computes ``x`` in the execution ``way``, and not in the general one in its place."""
+    block.execution = way
+    return not way.startswith("fused") or fused.applies(block, x)
 
 
 def measure(case: Case, device: torch.device, tiny: bool) -> dict:
@@ -86,7 +92,8 @@ def measure(case: Case, device: torch.device, tiny: bool) -> dict:
     one = torch_has_one(made.experts.w1, torch.bfloat16)
     kind = GroupedProducts if one else OurProducts if tile_of(device, torch.bfloat16) else None
     floor = kind and kind(case.embed_dim, counts_LE, device, torch.bfloat16)
-    steps = {way: block_step(Ours(made, way), x_TD, True) for way in executions(device)}
+    ways = [way for way in executions(device) if fits(made, way, x_TD)]
+    steps = {way: block_step(Ours(made, way), x_TD, True) for way in ways}
     contenders = {**steps, "products": floor.step} if floor else steps
     times = in_turns(contenders, device, 0.1 if tiny else 1.5)
     ms = {name: 1000 * statistics.median(of) for name, of in times.items()}
@@ -99,7 +106,7 @@ def measure(case: Case, device: torch.device, tiny: bool) -> dict:
         "ms": ms,
     }
     if device.type == "cuda":
-        found["peak MiB"] = {name: peak(step) for name, step in contenders.items()}
+        found["peak MiB"] = {name: peak(step, device) for name, step in contenders.items()}
     return {"ok": None, **found}
 
 
@@ -158,7 +165,7 @@ def products(context: Context) -> Iterator[dict]:
         for dtype in (torch.bfloat16, torch.float16):
             name = f"{str(dtype).removeprefix('torch.')}, {tokens} tokens, D {width}, skew {skew}"
             made = (counts_E, width, device, dtype)
-            yield attempt(name, lambda made=made: several_ways(*made, context.tiny))
+            yield attempt_fast(name, lambda made=made: several_ways(*made, context.tiny))
 
 
 def several_ways(counts_E, width, device, dtype, tiny) -> dict:
@@ -193,10 +200,10 @@ def host_waits(step) -> int:
     return sum(e.name in names and e.time_range.start < span.end for e in events)
 
 
-def peak(step) -> float:
-    torch.cuda.reset_peak_memory_stats()
-    step()
-    return torch.cuda.max_memory_allocated() / 2**20
+def peak(step, device: torch.device) -> float:
+    """MiB that one step allocates at most; its gradients count, parameters and inputs do not."""
+    getattr(step, "clear_gradients", lambda: None)()
+    return cuda_peak(step, device) / 2**20
 
 
 def installed() -> dict[str, type[Peer]]:
