@@ -1,6 +1,7 @@
 """`make gpu-check`: its schedule and report, and a rehearsal of the whole on the CPU."""
 
 import json
+import os
 import re
 import sys
 import time
@@ -12,7 +13,7 @@ import torch
 from benchmarks.gpu import fast, resources, right, training, update
 from benchmarks.gpu.__main__ import main
 from benchmarks.gpu.parts import PARTS, Context, Part, plan, rounds, run_all
-from benchmarks.gpu.report import goal, passed, report
+from benchmarks.gpu.report import goal, passed, report, summary
 from smoe_fairseq.modules import torch_features
 from smoe_fairseq.modules.routing import Capacity
 
@@ -96,6 +97,31 @@ def test_the_report_says_what_is_wrong_and_that_a_rehearsal_is_one():
     assert not passed(results) and passed([r for r in results if r.get("ok") is not False])
     assert not passed([{"part": "p", "status": "failed", "output": ""}])
     assert passed([{"part": "p", "status": "time limit"}])
+
+
+@pytest.mark.parametrize(
+    "status, line",
+    [
+        ({"right-a": "done", "fast-b": "no time"}, "cpu: nothing is wrong"),
+        ({"right-a": "no time", "right-b": "time limit"}, "cpu: not checked: right-a, right-b"),
+        ({"right-a": "failed", "right-b": "no time"}, "cpu: WRONG:"),
+    ],
+)
+def test_the_summary_says_what_was_not_checked(status, line):
+    found = [{"part": name, "status": how, "output": ""} for name, how in status.items()]
+    assert summary({"device": "cpu"}, found).splitlines()[0] == line
+
+
+def test_a_rank_that_fails_ends_the_others():
+    def rank():
+        if os.environ["RANK"] == "1":
+            raise SystemExit("why")
+        time.sleep(60)
+
+    start = time.monotonic()
+    with pytest.raises(RuntimeError, match="why"):
+        training.run_ranks(rank, 2)
+    assert time.monotonic() - start < 30
 
 
 @pytest.mark.parametrize("one", PARTS, ids=lambda one: one.name)

@@ -48,7 +48,12 @@ def summary(machine: dict, results: list[dict]) -> str:
     wrong = [line_of(r) for r in results if r.get("ok") is False]
     for part in (r for r in results if r.get("status") == "failed"):
         wrong += [line_of(part), *(f"    {line}" for line in part["output"].splitlines()[-4:])]
-    lines = [f"{machine['device']}: {'nothing is wrong' if passed(results) else 'WRONG:'}", *wrong]
+    ended = ("time limit", "no time")
+    unchecked = [
+        r["part"] for r in results if r.get("status") in ended and r["part"][:5] == "right"
+    ]
+    verdict = f"not checked: {', '.join(unchecked)}" if unchecked else "nothing is wrong"
+    lines = [f"{machine['device']}: {verdict if passed(results) else 'WRONG:'}", *wrong]
     lines += [goal(results), *part_table(results)]
     for part in dict.fromkeys(r["part"] for r in results):
         cases = [r for r in of_part(results, part) if r["ok"] is None]

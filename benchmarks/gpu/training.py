@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from concurrent import futures
 from pathlib import Path
 
 import fairseq_cli.generate
@@ -103,7 +104,7 @@ def run_ranks(call: Callable[[], object], ranks: int = 0) -> str:
     """Output of a process, or of the ranks of one run, which share GPU 0 where there is only one.
 
     Raises:
-        RuntimeError: one failed; with the end of what it printed.
+        RuntimeError: one failed, at which the others are killed; with the end of what it printed.
     """
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
@@ -114,7 +115,14 @@ def run_ranks(call: Callable[[], object], ranks: int = 0) -> str:
         local = rank % devices
         of_rank = {"RANK": str(rank), "LOCAL_RANK": str(local)}
         processes.append(Forked(call, **group, **of_rank))
-    return "\n".join(process.wait() for process in processes)
+    with futures.ThreadPoolExecutor(len(processes)) as pool:
+        waits = [pool.submit(process.wait) for process in processes]
+        for wait in futures.wait(waits, return_when=futures.FIRST_EXCEPTION).done:
+            if wait.exception():
+                for process in processes:
+                    process.kill()
+                raise wait.exception()
+    return "\n".join(wait.result() for wait in waits)
 
 
 def gpus() -> int:
