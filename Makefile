@@ -39,7 +39,7 @@ endif
 BENCH ?=
 BENCH_VENV := .venv-bench
 BENCH_PIP := $(BENCH_VENV)/bin/python -m pip --disable-pip-version-check install --progress-bar off \
-    -c constraints.txt
+    -c $(BENCH_VENV)/constraints.txt
 BENCH_RUN := LOGLEVEL=WARNING PYTHONWARNINGS=ignore
 
 # Each process imports all tests, so keep their bytecode even if the environment says otherwise.
@@ -80,6 +80,7 @@ gpu-check: $(DONE)
 $(BENCH_VENV)/setup-done: benchmarks/requirements.txt setup.py pyproject.toml constraints.txt | $(DONE)
 	@echo "The packages to compare with, in $(BENCH_VENV)"
 	@$(VENV)/bin/python -m venv $(BENCH_VENV)
+	@grep -vE '^(transformers|tokenizers|huggingface_hub)==' constraints.txt > $(BENCH_VENV)/constraints.txt
 	@$(BENCH_PIP) -q -e .
 	@$(BENCH_PIP) -q --no-deps fairseq==0.12.2
 	@grep '^[a-z]' benchmarks/requirements.txt | while read -r package; do \

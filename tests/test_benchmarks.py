@@ -1,8 +1,10 @@
 """`make bench` on its smallest case: what is measured is in the report."""
 
 import json
+import re
+import subprocess
 
-from benchmarks import block, decoding, program, report
+from benchmarks import block, decoding, program, report, timing
 
 
 def test_the_report_has_what_the_block_measured(tmp_path, monkeypatch):
@@ -18,6 +20,15 @@ def test_the_report_has_what_the_block_measured(tmp_path, monkeypatch):
     report.main(tmp_path)
     text = (tmp_path / "report.md").read_text()
     assert all(f"| {case} |" in text for case in cases) and "not measured" in text
+
+
+def test_no_constraint_of_make_bench_forbids_what_it_installs():
+    makefile = (timing.ROOT / "Makefile").read_text()
+    constraints = re.search(r"^\t@(.*constraints\.txt) > .*BENCH_VENV", makefile, re.MULTILINE)[1]
+    command = ["bash", "-c", f"{constraints}; cat benchmarks/requirements.txt"]
+    lines = subprocess.run(command, cwd=timing.ROOT, capture_output=True, text=True).stdout
+    pins = set(re.findall(r"^(\S+)==(\S+)", lines, re.MULTILINE))
+    assert len(pins) > 50 and len(dict(pins)) == len(pins)
 
 
 def test_updates_are_read_from_the_log():
