@@ -72,17 +72,18 @@ def in_turns(
     """Seconds of each call, by contender and round.
 
     Every round calls each contender once, beginning with the next one. There are as many rounds as
-    fit into ``seconds``, at least `MIN_ROUNDS`, after two rounds to warm up.
+    fit into ``seconds``, at least `MIN_ROUNDS`, after two rounds to warm up, of which the second is as
+    long as the others.
 
     Args:
         clock: for CPUs; `time.process_time` excludes other programs and adds up threads.
     """
     names = list(contenders)
-    start = time.perf_counter()
     for _ in range(2):
+        start = time.perf_counter()
         for name in names:
             measure(contenders[name], device, clock)
-    per_round = (time.perf_counter() - start) / 2
+    per_round = time.perf_counter() - start
     rounds = max(MIN_ROUNDS, min(MAX_ROUNDS, round(seconds / per_round)))
     times = {name: [] for name in names}
     for i in range(rounds):
