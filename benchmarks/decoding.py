@@ -132,7 +132,7 @@ def of_ctranslate2(args, model, config, dictionary) -> dict[str, Callable]:
                 beam_size=args.beam,
                 max_batch_size=len(rows),
                 min_decoding_length=args.length,
-                max_decoding_length=args.length,
+                max_decoding_length=args.length + 1,  # steps
             )
 
         return call

@@ -123,7 +123,7 @@ def of_ctranslate2(args, model, text, prefix, options, folder: Path) -> dict[str
                 max_batch_size=MAX_TOKENS,
                 batch_type="tokens",
                 min_decoding_length=options.min_len,
-                max_decoding_length=options.max_len_b,
+                max_decoding_length=options.max_len_b + 1,  # steps
             )
             return [model.remove_bpe(" ".join(each.hypotheses[0])) for each in found]
 
