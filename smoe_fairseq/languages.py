@@ -14,6 +14,7 @@ from itertools import combinations
 import langcodes
 import regex
 from langcodes import Language
+from langcodes.data_dicts import LANGUAGE_ALPHA3
 
 # Scripts without spaces between words, by ISO 15924 codes; and words, or letters of such a script. Tibetan
 # divides syllables by marks (U+0F0B and others), which are about words.
@@ -50,10 +51,15 @@ def code_of(name: str) -> str:
 
 
 def spellings(name: str) -> tuple[str, ...]:
-    """The name, and the ISO 639-1 and 639-3 codes of its language: ``en``, ``eng``."""
+    """The name, and the ISO 639-1 and 639-3 codes of its language: ``en``, ``eng``; of ``tgl``, now ``fil``,
+    also as they were.
+    """
     if (language := language_of(name)) is None:
         return (name,)
-    return tuple(dict.fromkeys((name, code_of(name), language.to_alpha3())))
+    first = name, code_of(name), language.to_alpha3()
+    known = {*first, re.split("[-_]", name)[0], "no" if "nb" in first else name}
+    more = (code for codes in LANGUAGE_ALPHA3.items() if known & {*codes} for code in codes)
+    return tuple(dict.fromkeys((*first, *(code for code in more if len(code) < 4))))
 
 
 def is_unspaced(name: str) -> bool:

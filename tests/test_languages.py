@@ -9,6 +9,7 @@ from smoe_fairseq.languages import (
     is_unspaced,
     meant,
     spelled_twice,
+    spellings,
     words_in,
 )
 
@@ -66,6 +67,20 @@ def test_code_and_script_of_languages():
     unspaced = "zh yue ja tha_Thai lo khm my bod dz"
     assert all(map(is_unspaced, unspaced.split()))
     assert not any(map(is_unspaced, "ko vi en ar hi am ka xx".split()))
+
+
+@pytest.mark.parametrize(
+    ("name", "codes"),
+    [("en", "en eng"), ("deu_Latn", "deu_Latn de deu"), ("nso", "nso"), ("xx", "xx")]
+    + [
+        ("tgl", "tgl fil tl"),
+        ("tl", "tl fil tgl"),
+        ("nob", "nob nb no nor"),
+        ("no", "no nb nor nob"),
+    ],
+)
+def test_spellings(name, codes):
+    assert set(spellings(name)) == set(codes.split()) and spellings(name)[0] == name
 
 
 @pytest.mark.parametrize(

@@ -59,6 +59,11 @@ def recipe(
     )
 
 
+def test_the_demo_ignores_no_words(tmp_path):
+    result = recipe(tmp_path, "demo", "dense", "--max-update", "5", fresh=True, DRY_RUN="1")
+    assert result.returncode == 2 and "--max-update" in result.stderr
+
+
 def surroundings(fresh: bool = False) -> dict[str, str]:
     """The environment of a recipe."""
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
