@@ -5,9 +5,8 @@ import random
 from pathlib import Path
 from unittest import mock
 
-from commands import changed, run
+from commands import PLUGIN, changed, run
 
-PLUGIN = Path(__file__).parents[1] / "smoe_fairseq"
 LANGUAGES = ("aa", "bb", "cc")
 DIRECTIONS = ["bb-aa", "cc-aa", "aa-bb", "aa-cc"]
 LENGTHS = [1, 40, 2, 2, 25, 3, 1, 12]

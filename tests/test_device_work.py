@@ -46,9 +46,9 @@ def device_like(monkeypatch):
 
 def made(data, flags: str):
     """(config, task, model, criterion) of a training."""
+    from commands import PLUGIN
     from fairseq import options, tasks
     from fairseq.dataclass.utils import convert_namespace_to_omegaconf
-    from handmade import PLUGIN
 
     words = f"{data} --user-dir {PLUGIN} --arch smoe_transformer_tiny --smoe-strata 2-2 --cpu "
     words += "--encoder-embed-dim 32 --encoder-ffn-embed-dim 48 --max-tokens 100 "

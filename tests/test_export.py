@@ -10,6 +10,7 @@ import handmade
 import pytest
 import torch
 from commands import (
+    PLUGIN,
     changed,
     contents,
     generate,
@@ -25,7 +26,6 @@ from sampling import soak
 from test_expert_parallel_checkpoints import call, refusal
 from test_golden import unpack_checkpoints
 from test_malicious_checkpoints import older
-from test_training import PLUGIN
 from test_training import train as train_smoe
 from test_upcycle import SIZES
 

@@ -52,7 +52,6 @@ ROOT = Path(__file__).parents[1]
 GOLDEN = Path(__file__).with_name("golden")
 TEXT = GOLDEN / "text"  # raw text with its dictionaries, as fairseq's --dataset-impl raw reads it
 CRITERION = "smoe_label_smoothed_cross_entropy"
-ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 
 # ---- Models: keys and shapes of the state dict, initial weights, outputs ----
 
@@ -537,7 +536,6 @@ def train(folder: Path, *flags: str) -> str:
         *("--optimizer", "adam", "--lr", 0.01, "--max-tokens", 300, "--log-format", "json"),
         *("--no-epoch-checkpoints", "--save-dir", "run", *flags),
         cwd=folder,
-        **ONE_THREAD,
     ).stdout
 
 

@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from commands import contents, generate, load, untrained
+from commands import PLUGIN, contents, generate, load, untrained
 from test_expert_parallel_checkpoints import call, refusal
-from test_training import PLUGIN
 from test_upcycle import loaded, outputs
 
 from smoe_fairseq.models.transformer import moe_blocks

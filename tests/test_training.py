@@ -8,10 +8,8 @@ from pathlib import Path
 import handmade
 import pytest
 import torch
-from commands import load, refused, run
+from commands import PLUGIN, load, refused, run
 from sampling import soak
-
-PLUGIN = Path(__file__).parents[1] / "smoe_fairseq"
 
 
 def train(data, save_dir, *flags, check=True, **how):

@@ -12,10 +12,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from commands import changed, generation, hypotheses, preprocess, refused, run, train
+from commands import PLUGIN, changed, generation, hypotheses, preprocess, refused, run, train
 from programs import HANGS
 from test_compat import run_without
-from test_training import PLUGIN
 from test_training import train as train_smoe
 
 from smoe_fairseq.errors import UsageError

@@ -5,13 +5,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from commands import changed, contents, generate, load, refused, untrained
+from commands import PLUGIN, changed, contents, generate, load, refused, untrained
 from fairseq import checkpoint_utils
 from sampling import soak
 from test_expert_parallel_checkpoints import call, refusal
 from test_malicious_checkpoints import older
 from test_model import PAD, make_batch
-from test_training import PLUGIN, log_lines
+from test_training import log_lines
 from test_training import train as train_smoe
 
 import smoe_fairseq.models  # noqa: F401  (as --user-dir does)
