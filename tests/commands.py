@@ -206,6 +206,13 @@ def touch_binarised(folder: Path, dataset: str, *pairs: str) -> Path:
     return binary
 
 
+def succeeded(result):
+    """The same result, of a command that has ended with status 0."""
+    output = result.stdout + (result.stderr or "")
+    assert result.returncode == 0, output[-6000:]
+    return result
+
+
 def refused(result, *named) -> str:
     """The last line of a command that has ended with status 1, which is one sentence and has these words."""
     output = result.stdout + (result.stderr or "")

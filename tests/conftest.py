@@ -11,7 +11,7 @@ from pathlib import Path
 import handmade
 import pretrained
 import pytest
-from commands import changed, preprocess, run, train
+from commands import changed, preprocess, run, succeeded, train
 from filelock import FileLock
 from plain_loops import EXECUTIONS, executing
 from ranks import Ranks
@@ -256,8 +256,7 @@ def phrasebook(tmp_path_factory) -> Path:
     from test_recipes import recipe
 
     def make(folder):
-        process = recipe(folder, "prepare", "phrasebook")
-        assert process.returncode == 0, process.stderr
+        succeeded(recipe(folder, "prepare", "phrasebook"))
 
     return shared(tmp_path_factory, "phrasebook", make)
 
@@ -295,8 +294,7 @@ def prepare(folder: Path) -> None:
         "table": ("table", "tiny"),
         "again": ("prepare", "tiny"),
     }.items():
-        result = recipe(folder, *words, RAW=str(raw), OMP_NUM_THREADS="1", **given)
-        assert result.returncode == 0, result.stdout + result.stderr
+        result = succeeded(recipe(folder, *words, RAW=str(raw), OMP_NUM_THREADS="1", **given))
         said[name] = {"stdout": result.stdout, "stderr": result.stderr}
     (folder / "said.json").write_text(json.dumps(said))
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import sacrebleu
-from commands import SCRIPTS, TINY, generation, refused, run, run_python
+from commands import SCRIPTS, TINY, generation, refused, run, run_python, succeeded
 from sampling import soak
 
 import smoe_fairseq
@@ -88,8 +88,7 @@ from fairseq.models import ARCH_MODEL_REGISTRY
 assert "smoe_transformer" in ARCH_MODEL_REGISTRY
 assert "smoe_label_smoothed_cross_entropy" in CRITERION_REGISTRY
 """
-    result = run_python(program)
-    assert result.returncode == 0, result.stdout
+    succeeded(run_python(program))
 
 
 # Each patch: what happens without it
@@ -156,8 +155,7 @@ assert [node.symbol for node in found] == ["a", "c", "b"]
 
 
 def test_huffman_codes_are_read_on_any_bitarray():
-    result = run_python(HUFFMAN)
-    assert result.returncode == 0, result.stdout
+    succeeded(run_python(HUFFMAN))
 
 
 @pytest.mark.soak
@@ -227,8 +225,7 @@ assert "kw_only" in dataclass.__kwdefaults__  # which torch 2.6 asks for
 
 def in_program(program: str, *arguments):
     """Its output, where it has ended with status 0; it is called with fairseq's flags of its own."""
-    result = run_python(program, "--arch", "nope", "--task", "nope", *arguments)
-    assert result.returncode == 0, result.stdout
+    result = succeeded(run_python(program, "--arch", "nope", "--task", "nope", *arguments))
     return result.stdout
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pretrained
 import pytest
-from commands import run, run_python
+from commands import run, run_python, succeeded
 from test_readme import yaml_of
 
 ROOT = Path(__file__).parents[1]
@@ -200,5 +200,4 @@ with torch.inference_mode():
     y, _ = block(x, with_stats=False)
     assert torch.allclose(y, block(x)[0], atol=1e-6)
 """
-    done = run_python(program, configs)
-    assert done.returncode == 0, done.stdout
+    succeeded(run_python(program, configs))

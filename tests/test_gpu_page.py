@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 import pytest
-from commands import smoe
+from commands import smoe, succeeded
 from test_recipes import ROOT, recipe, write_dataset
 
 PAGE = (ROOT / "docs/gpu.md").read_text()
@@ -28,8 +28,7 @@ def test_command(tmp_path, line):
     given |= {"DRY_RUN": "1", "FORECAST": "0"}
     if program not in line[: len(program)]:
         given["MASTER_ADDR"] = "node1"
-    done = recipe(tmp_path, Path(program).stem, *words, **given)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    done = succeeded(recipe(tmp_path, Path(program).stem, *words, **given))
     assert "fairseq-train" in done.stdout and "--save-dir runs/mine/smoe-4-4" in done.stdout
     if "--gpus 8" in line and not re.search("--(nodes|batch|max-tokens) ", line):
         assert "--nproc-per-node 8" in done.stdout and "--max-tokens 512" in done.stdout

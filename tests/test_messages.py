@@ -4,7 +4,7 @@ import json
 
 import pytest
 import yaml
-from commands import step_here
+from commands import step_here, succeeded
 from test_recipes import ROOT, refusal, write_dataset
 from test_recipes_archives import tar
 
@@ -66,8 +66,7 @@ def test_texts_are_held_out_by_their_english_string_in_all_languages(tmp_path, g
     made = []
     for order in (files, dict(reversed(files.items()))):
         archive(tmp_path / "source.tar.xz", order)
-        result = gather(tmp_path, given)
-        assert result.returncode == 0, result.stderr
+        succeeded(gather(tmp_path, given))
         made.append(
             {
                 (split, language): pairs(tmp_path, split, language)
@@ -111,8 +110,7 @@ def test_messages_without_a_translation_of_their_own_are_left_out(tmp_path, give
     language = "".join([*odd, *others])
     po = {f"translations/source/{code}/a.po": language for code in ("cy", "pt-BR")}
     archive(tmp_path / "source.tar.xz", po)
-    result = gather(tmp_path, given)
-    assert result.returncode == 0, result.stderr
+    succeeded(gather(tmp_path, given))
     left = {}
     for split in ("train", "valid", "test"):
         left |= pairs(tmp_path, split, "cy")

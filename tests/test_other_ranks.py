@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from commands import succeeded
 from sampling import soak
 from test_recipes import commands, recipe, tiny_place, write_dataset
 
@@ -35,9 +36,7 @@ def place(tmp_path, small_corpus) -> dict[str, str]:
 
 def trained(tmp_path, ranks: int, *words, **environment):
     """What the recipe prints."""
-    result = recipe(tmp_path, "train", "tiny", *words, GPUS=str(ranks), **environment)
-    assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
-    return result
+    return succeeded(recipe(tmp_path, "train", "tiny", *words, GPUS=str(ranks), **environment))
 
 
 def losses(folder) -> dict[int, float]:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from commands import refused, run, run_step, smoe, train
+from commands import refused, run, run_step, smoe, succeeded, train
 from plain_loops import PADDING, D, make_block, make_input
 from sampling import soak
 from serving import JSON, Serving
@@ -74,8 +74,7 @@ def trained(phrasebook, tmp_path_factory) -> tuple[Path, dict[str, str]]:
     search = "--beam 1 --max-len-a 0 --max-len-b 5".split()
     for step, flags in (("train", SMALL), ("evaluate", search)):
         # Not in this process, which would keep the plugin.
-        result = run_step(step, "phrasebook", "balanced", *flags, cwd=folder, **given)
-        assert result.returncode == 0, result.stdout + result.stderr
+        succeeded(run_step(step, "phrasebook", "balanced", *flags, cwd=folder, **given))
     return folder, given
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import sentencepiece
-from commands import contents, refused, run, step_here
+from commands import contents, refused, run, step_here, succeeded
 from programs import HANGS, wait_until
 from sampling import soak, some
 from test_full_disk import limited
@@ -288,8 +288,7 @@ def test_an_interrupted_preparation_continues(tmp_path, monkeypatch):
         return model.stat().st_mtime_ns if model.exists() else None
 
     def continues() -> bool:
-        done = prepare()
-        assert done.returncode == 0, done.stderr
+        done = succeeded(prepare())
         assert sorted(path.name for path in data.iterdir() if path.is_dir()) == ["bin", "raw"]
         return "preparation continues" in done.stdout
 

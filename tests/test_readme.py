@@ -7,7 +7,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from commands import run
+from commands import run, succeeded
 from test_recipes import recipe, refusal, write_dataset
 
 ROOT = Path(__file__).parents[1]
@@ -37,8 +37,7 @@ def test_text_of_ones_own(tmp_path):
         (["evaluate", "mine", "smoe-4-4"], last),
     ):
         assert f"scripts/{words[0]}.sh {' '.join(words[1:3])}" in readme
-        result = recipe(tmp_path, *words, *more, RAW=str(tmp_path / "folder"), **given)
-        assert result.returncode == 0, result.stdout + result.stderr
+        result = succeeded(recipe(tmp_path, *words, *more, RAW=str(tmp_path / "folder"), **given))
     assert len((tmp_path / "data/mine/raw/test.en-de.en").read_text().splitlines()) == 200
     assert len((tmp_path / "data/mine/raw/valid.en-de.de").read_text().splitlines()) == 100
     assert "de-en: BLEU" in result.stdout and "en-de: BLEU" in result.stdout

@@ -4,7 +4,7 @@ import difflib
 import inspect
 
 import pytest
-from commands import refused, run, smoe, step_here
+from commands import refused, run, smoe, step_here, succeeded
 from test_recipes import ROOT
 
 from smoe_fairseq import __version__
@@ -44,8 +44,7 @@ def test_help_lists_all_flags_with_their_defaults(name):
     ],
 )
 def test_a_flag_does_what_its_variable_does(tmp_path, words, variables):
-    shown = dry(tmp_path, *words.split())
-    assert shown.returncode == 0, shown.stderr
+    shown = succeeded(dry(tmp_path, *words.split()))
     names = {BY_VARIABLE[variable].name for variable in variables}
     rest = [word for word in words.split() if word.partition("=")[0] not in names]
     rest = [word for word in rest if word not in [*variables.values(), "1,2", "1-2"]]

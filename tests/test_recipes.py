@@ -20,6 +20,7 @@ from commands import (
     refused,
     run_step,
     step_here,
+    succeeded,
     touch_binarised,
 )
 from sampling import soak
@@ -306,8 +307,7 @@ def test_text_is_not_replaced_by_its_preparation(tmp_path, kind):
     assert sizes.read_text() == "{}"
     if kind == "itself":
         given = {"CONFIG_DIR": str(tmp_path / "configs"), "DRY_RUN": "1"}
-        planned = recipe(tmp_path, "prepare", "tiny", RAW="not yet there", **given)
-        assert planned.returncode == 0, planned.stderr
+        succeeded(recipe(tmp_path, "prepare", "tiny", RAW="not yet there", **given))
 
 
 class Files(http.server.BaseHTTPRequestHandler):
@@ -434,8 +434,7 @@ def test_no_module_of_the_current_folder_is_run(tmp_path):
     given = write_dataset(
         tmp_path / "configs", "mine", pairs=["en-fr"], raw={}, subwords={"vocab-size": 9}
     )
-    printed = recipe(tmp_path, "prepare", "mine", DRY_RUN="1", RAW="text", **given)
-    assert printed.returncode == 0, printed.stderr
+    printed = succeeded(recipe(tmp_path, "prepare", "mine", DRY_RUN="1", RAW="text", **given))
     step = next(line for line in printed.stdout.splitlines() if line.startswith("python "))
     subprocess.run(["bash", "-c", step], cwd=tmp_path, env=surroundings(fresh=True))
     refusal(recipe(tmp_path, "prepare", "mine", fresh=True, RAW="text", **given))

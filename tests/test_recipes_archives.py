@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from commands import run_step, step_here
+from commands import run_step, step_here, succeeded
 from sampling import soak
 from test_recipes import ROOT, commands, recipe, refusal, server, table
 
@@ -101,8 +101,7 @@ def test_opus100_from_archive_to_table(tmp_path, server):
     assert there == ["opus.tar.gz.part", "opus.tar.gz.part.version"]
 
     server.starts.clear()
-    prepared = recipe(tmp_path, "prepare", "opus100", "--vocab-size", "60", **given)
-    assert prepared.returncode == 0, prepared.stdout + prepared.stderr
+    prepared = succeeded(recipe(tmp_path, "prepare", "opus100", "--vocab-size", "60", **given))
     assert server.starts[0] == 3 * server.bytes_per_reply and len(server.starts) == 2
     assert (data / "download/opus.tar.gz").read_bytes() == server.files["opus.tar.gz"]
     assert json.loads((data / "sizes.json").read_text()) == {"en-af": 60, "en-fr": 60}
@@ -116,8 +115,7 @@ def test_opus100_from_archive_to_table(tmp_path, server):
     assert "1 lines of data/opus100/raw/test.en-fr.fr have more than 510 pieces" in prepared.stderr
     assert (data / "raw/test.en-fr.fr").read_text().endswith(f"{LONG}\n")
 
-    trained = recipe(tmp_path, "train", "opus100", "smoe-2-2", **given)
-    assert trained.returncode == 0, trained.stdout + trained.stderr
+    succeeded(recipe(tmp_path, "train", "opus100", "smoe-2-2", **given))
     log = (tmp_path / "runs/opus100/smoe-2-2/train.log").read_text()
     assert "num of shards: {'main:af-en': 2" in log
     # Stands in for the tokenizer that sacreBLEU fetches, at the place where it looks for it.
@@ -126,8 +124,7 @@ def test_opus100_from_archive_to_table(tmp_path, server):
     stand_in.write_bytes((data / "bin/spm.model").read_bytes())
     flags = ["--beam", "2", "--max-len-a", "0", "--max-len-b", "5"]
     given["SACREBLEU"] = str(tmp_path / "sacrebleu")
-    evaluated = recipe(tmp_path, "evaluate", "opus100", "smoe-2-2", *flags, **given)
-    assert evaluated.returncode == 0, evaluated.stdout + evaluated.stderr
+    succeeded(recipe(tmp_path, "evaluate", "opus100", "smoe-2-2", *flags, **given))
     scores = json.loads((tmp_path / "runs/opus100/smoe-2-2/scores.json").read_text())["scores"]
     assert list(scores) == ["af-en", "fr-en", "en-af", "en-fr"]
     assert {score["sentences"] for score in scores.values()} == {7}
@@ -150,8 +147,7 @@ def test_m4_from_text(tmp_path, server, pair):
         (tmp_path / "text" / name).write_bytes(content)
     given = configuration(tmp_path / "configs", "m4", server, [], pairs=["eng-nso"], shards=2)
     words = ("prepare", "m4", "--vocab-size", "60")
-    result = recipe(tmp_path, *words, RAW=str(tmp_path / "text"), **given)
-    assert result.returncode == 0, result.stdout + result.stderr
+    succeeded(recipe(tmp_path, *words, RAW=str(tmp_path / "text"), **given))
     raw = tmp_path / "data/m4/raw"
     assert len(list(raw.glob("[!.]*"))) == 6
     assert (raw / "train.eng-nso.nso").read_bytes() == sentences("nso", "train")

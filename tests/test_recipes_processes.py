@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from commands import bash_functions, bash_torchrun, refused, run
+from commands import bash_functions, bash_torchrun, refused, run, succeeded
 from programs import HANGS, wait_until
 from ranks import free_port
 from sampling import soak
@@ -71,12 +71,10 @@ def goes_on_to_the_same_bits(tmp_path: Path, script: str, words, given) -> None:
     parts = tmp_path / "runs/tiny/smoe-2-2"
     saved = torch.load(parts / LAST, weights_only=True)["optimizer_history"][-1]["num_updates"]
     more = ("--max-update", str(saved + 2))
-    resumed = recipe(tmp_path, script, *words, *more, **given)
-    assert resumed.returncode == 0, resumed.stdout + resumed.stderr
+    succeeded(recipe(tmp_path, script, *words, *more, **given))
     log = (parts / "train.log").read_text()
     assert f"Loaded checkpoint runs/tiny/smoe-2-2/{LAST}" in log
-    whole = recipe(tmp_path, script, *words, *more, **given, RUN_DIR="whole")
-    assert whole.returncode == 0, whole.stdout + whole.stderr
+    succeeded(recipe(tmp_path, script, *words, *more, **given, RUN_DIR="whole"))
     assert_same_bits(content(parts), content(tmp_path / "whole/tiny/smoe-2-2"))
 
 
@@ -84,8 +82,7 @@ def test_variables_of_another_launcher_do_not_make_one_process_a_rank(tmp_path, 
     another = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port()), "LOCAL_RANK": "0"}
     given = place | another | {"WORLD_SIZE": "2", "RANK": "0", "GPUS": "0"}
     words = ("tiny", "smoe-2-2", "--disable-validation", "--max-update", "1")
-    ended = recipe(tmp_path, "train", *words, **given)
-    assert ended.returncode == 0, ended.stdout + ended.stderr
+    succeeded(recipe(tmp_path, "train", *words, **given))
 
 
 @pytest.mark.parametrize("python", ["/gone/python", "/bin/false"])

@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from commands import step_here
+from commands import step_here, succeeded
 from programs import wait_until
 from test_lock import holder
 from test_recipes import recipe, refusal, surroundings, write_dataset, write_text
@@ -39,8 +39,7 @@ def data(tmp_path_factory):
         study=["moe", "smoe-2-2"],
     )
     given |= {"OMP_NUM_THREADS": "1", "SEEDS": "1 2", "GPUS": "0"}
-    prepared = recipe(folder, "prepare", "tiny", RAW=str(raw), **given)
-    assert prepared.returncode == 0, prepared.stderr
+    succeeded(recipe(folder, "prepare", "tiny", RAW=str(raw), **given))
     return folder, given
 
 
@@ -82,8 +81,7 @@ def studied(data):
     (done,) = kept_runs(folder)
     before = (folder / "results/tiny" / done / study_results.FILE).stat().st_mtime_ns
     absolute = {"RUN_DIR": str(folder / "runs")}
-    result = recipe(folder, "study", "tiny", JOBS="2", **given | absolute)
-    assert result.returncode == 0, result.stdout + result.stderr
+    result = succeeded(recipe(folder, "study", "tiny", JOBS="2", **given | absolute))
     assert (folder / "results/tiny" / done / study_results.FILE).stat().st_mtime_ns == before
     return folder, result.stdout
 

@@ -6,7 +6,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from commands import step_here
+from commands import step_here, succeeded
 from test_recipes import recipe, refusal
 from test_table import change_scores, write_translations
 
@@ -58,8 +58,7 @@ def report_of(folder: Path):
 
 
 def made(folder: Path) -> str:
-    result = report_of(folder)
-    assert result.returncode == 0, result.stderr
+    succeeded(report_of(folder))
     return (folder / "results/multi30k/report.md").read_text()
 
 
@@ -91,8 +90,7 @@ def test_scores_of_different_signatures_are_named(two_runs):
 
 def test_numbers_and_pictures(two_runs):
     folder, apart = two_runs
-    result = recipe(folder, "report", "multi30k")
-    assert result.returncode == 0, result.stderr
+    succeeded(recipe(folder, "report", "multi30k"))
     report = (folder / "results/multi30k/report.md").read_text()
     table = rows(report, "Systems")
     assert table["moe"][3:6] == ["1", "2", "3.500"] and table["smoe-4-4"][5] == "3.250"

@@ -6,7 +6,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from commands import step_here
+from commands import step_here, succeeded
 
 from smoe_fairseq.recipes.compare import report as study_report
 from smoe_fairseq.recipes.datasets import load_dataset
@@ -22,8 +22,7 @@ LIBREOFFICE = ROOT / "results/libreoffice/report.md"
 def report_of(results: Path, monkeypatch) -> str:
     monkeypatch.setattr(study_report, "save", lambda figure, stem: None)
     given = {"CONFIG_DIR": str(ROOT / "configs"), "RESULTS_DIR": str(results.parent)}
-    result = step_here("report", results.name, cwd=results, **given)
-    assert result.returncode == 0, result.stderr
+    succeeded(step_here("report", results.name, cwd=results, **given))
     return (results / "report.md").read_text()
 
 

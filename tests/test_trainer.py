@@ -6,7 +6,7 @@ import sys
 
 import pytest
 import torch
-from commands import PLUGIN, SCRIPTS, TINY, WITH_PLUGIN, run, run_python
+from commands import PLUGIN, SCRIPTS, TINY, WITH_PLUGIN, run, run_python, succeeded
 from programs import wait_until
 from ranks import train_with
 from sampling import soak
@@ -56,8 +56,7 @@ assert type(Trainer.__new__(Trainer, 1, task=2)) is SMoETrainer
 assert type(MegatronTrainer.__new__(MegatronTrainer)) is MegatronTrainer
 assert issubclass(SMoETrainer, Trainer)
 """
-    result = run_python(program)
-    assert result.returncode == 0, result.stdout
+    succeeded(run_python(program))
 
 
 BIAS = ("--moe-balance", "bias", "--moe-second-expert-policy", "all")
@@ -121,8 +120,7 @@ def test_amp_repeats_a_batch_that_overflows(small_corpus, tmp_path, flags):
     """fairseq's `train_step` then calls itself, inside of what ours has entered."""
     more = ["--save-dir", tmp_path, "--amp", "--max-update", 2, "--disable-validation"]
     words = ("fairseq-train", small_corpus, *flags, *more)
-    result = run_python(OVERFLOW, *words, server=WITH_PLUGIN)
-    assert result.returncode == 0, result.stdout[-3000:]
+    result = succeeded(run_python(OVERFLOW, *words, server=WITH_PLUGIN))
     assert "calls 3" in result.stdout.splitlines()
 
 
