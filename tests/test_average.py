@@ -1,7 +1,6 @@
 """``smoe average``: the mean of weights, of files and of sets, and what is no mean of anything."""
 
 import os
-import re
 import shlex
 import shutil
 import weakref
@@ -10,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from commands import PLUGIN, changed, load, run
+from commands import PLUGIN, changed, generate, load, run
 from sampling import soak
 from test_expert_parallel import flags
 from test_expert_parallel_checkpoints import call, refusal
@@ -35,15 +34,6 @@ def run_of_one(small_corpus, tmp_path_factory) -> Path:
     each = ("--save-interval-updates", 1, "--batch-size", 4, "--max-update", SAVED[-1])
     train_smoe(small_corpus, folder, *each, "--disable-validation")
     assert sorted(p.name for p in folder.glob("checkpoint_1_*")) == names()
-    return folder
-
-
-@pytest.fixture(scope="module")
-def run_of_two(ranks, small_corpus, tmp_path_factory) -> Path:
-    """The same over two processes, each with its experts."""
-    folder = tmp_path_factory.mktemp("run-of-two")
-    each = ("--save-interval-updates", 1, "--expert-parallel", "--max-update", 3, "--store-ema")
-    ranks.train(folder, 2, *flags(small_corpus, folder, *each))
     return folder
 
 
@@ -170,10 +160,13 @@ def whole_model(path: Path) -> dict:
 
 
 @pytest.mark.soak
-def test_sets_of_several_processes(small_corpus, run_of_two, tmp_path):
+def test_sets_of_several_processes(ranks, small_corpus, tmp_path):
     """By the folder, by the names of sets, and by a shell's ``*``, which names every file."""
-    sets = [run_of_two / name for name in names((2, 3))]
-    call("average", run_of_two, "--last", 2, "--output", tmp_path / "folder.pt")
+    folder = tmp_path / "run"
+    each = ("--save-interval-updates", 1, "--expert-parallel", "--max-update", 3, "--store-ema")
+    ranks.train(folder, 2, *flags(small_corpus, folder, *each))
+    sets = [folder / name for name in names((2, 3))]
+    call("average", folder, "--last", 2, "--output", tmp_path / "folder.pt")
     call("average", *sets, "--output", tmp_path / "sets.pt")
     files = [rank_file(path, rank) for path in sets for rank in (0, 1)]
     call("average", *files, "--output", tmp_path / "files.pt")
@@ -185,19 +178,12 @@ def test_sets_of_several_processes(small_corpus, run_of_two, tmp_path):
     content = load(tmp_path / "sets.pt")
     assert len(content["model"][W1]) == 8
     assert content["smoe_experts"]["world_size"] == 1 and "ema" not in content["extra_state"]
-    assert_translates(small_corpus, tmp_path / "sets.pt")
+    assert len(generate(small_corpus, tmp_path / "sets.pt", "--user-dir", PLUGIN)) == 50
     rank_file(shutil.copy(files[0], tmp_path / "alone-rank-0.pt"), 0)
     words = "alone-rank-1.pt is missing: the set has 2 files"
     alone = tmp_path / "alone-rank-0.pt"
     assert words in refusal("average", alone, sets[0], "--output", tmp_path / "x.pt")
     assert not (tmp_path / "x.pt").exists()
-
-
-def assert_translates(corpus, path: Path) -> None:
-    arguments = [corpus, "--user-dir", PLUGIN, "--path", path, "--cpu", "--max-len-b", 9]
-    arguments += ["--num-workers", 0]
-    output = run("fairseq-generate", *arguments).stdout
-    assert len(re.findall(r"^H-", output, re.M)) == 50
 
 
 def test_a_stock_model_and_numbers_of_16_bits(corpus, pre_norm, tmp_path):

@@ -36,14 +36,6 @@ class HostReads(TorchFunctionMode):
         return function(*args, **(kwargs or {}))
 
 
-@pytest.fixture
-def device_like(monkeypatch):
-    """A model that treats its tensors as a GPU's."""
-    from smoe_fairseq.models import transformer
-
-    monkeypatch.setattr(transformer, "may_have_padding", lambda mask: True)
-
-
 def made(data, flags: str):
     """(config, task, model, criterion) of a training."""
     from commands import PLUGIN
@@ -73,7 +65,9 @@ def training(small_corpus):
 
 
 @needs_grouped_mm
-def test_grouped_training_reads_nothing(training, device_like):
+def test_grouped_training_reads_nothing(training, monkeypatch):
+    # As for a GPU's tensors.
+    monkeypatch.setattr("smoe_fairseq.models.transformer.may_have_padding", lambda mask: True)
     criterion, model, sample = training
     criterion(model, sample)  # what is made once, as the mask of the future
     with HostReads() as calls, Operations() as operations:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from commands import PLUGIN, refused, run
+from commands import PLUGIN
 from sampling import sample
 
 from smoe_fairseq.checkpoints.sets import Shards
@@ -253,13 +253,6 @@ REFUSED = {
     "--smoe-strata 3-4": "with --expert-parallel: 7 experts cannot be spread evenly over 2 ranks",
     "--eval-bleu": "smoe consolidate",
 }
-
-
-@pytest.mark.parametrize("more", [(), ("--moe-freq", 0, "--decoder-moe-freq", 2)], ids=str)
-def test_experts_that_are_not_sharded_are_not_flattened(small_corpus, tmp_path, more):
-    words = flags(small_corpus, tmp_path / "new", "--ddp-backend", "fully_sharded", *more)
-    refused(run("fairseq-train", *words, check=False), "--ddp-backend fully_sharded")
-    assert not (tmp_path / "new").exists()
 
 
 @pytest.mark.parametrize("words", REFUSED)

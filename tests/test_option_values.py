@@ -109,6 +109,26 @@ for flag, expected in {  # weights of losses that the model does not have
 }.items():
     CASES.append(("fairseq-train", f"{OURS} {flag}", "-p " not in flag, [flag, expected]))
 
+CHRF = "--best-checkpoint-metric chrf"
+SHARDED = "--ddp-backend fully_sharded"
+OF_OURS = {  # what the sentence names
+    "--write-checkpoints-asynchronously": ["iopath"],  # fairseq would train nothing, with success
+    "--max-tokens-valid 2": ["--max-tokens-valid 2"],
+    "--subword-sampling 1.5": ["--subword-sampling 1.5"],
+    "--subword-sampling 0.1": ["--subword-sampling", "spm.model"],
+    f"{CHRF} --maximize-best-checkpoint-metric": [CHRF, "--validate-sentences"],
+    f"--validate-sentences 5 {CHRF}": [CHRF, "--maximize-best-checkpoint-metric"],
+    "--validate-sentences -1": ["--validate-sentences -1"],
+    "--validate-sentences 5 --validate-beam 0": ["--validate-beam 0"],
+    SHARDED: [SHARDED],
+    f"--moe-freq 0 --decoder-moe-freq 2 {SHARDED}": [SHARDED],
+}
+CASES += [("fairseq-train", f"{OURS} {flag}", False, named) for flag, named in OF_OURS.items()]
+for arch in ("--arch smoe_transformer_base", "-a=smoe_transformer"):
+    CASES.append(("fairseq-train", arch, False, ["--arch smoe_transformer", "$(smoe path)"]))
+named = ["--arch smoe_transformr", "smoe_transformer?"]
+CASES.append(("fairseq-train", f"--user-dir {PLUGIN} --arch smoe_transformr", False, named))
+
 
 @pytest.mark.parametrize(
     "program, given, named", [soak(p, g, n) if long else (p, g, n) for p, g, long, n in CASES]

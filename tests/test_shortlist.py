@@ -86,39 +86,34 @@ def write_pair(folder, source: str, target: str, more: int) -> Dictionary:
     return dictionary
 
 
-@pytest.fixture
-def data(tmp_path):
-    write_pair(tmp_path, "aa", "bb", 3)
-    return tmp_path
-
-
 def task_of(dictionary: Dictionary, source: str = "aa", target: str = "bb"):
     config = SimpleNamespace(source_lang=source, target_lang=target)
     return SimpleNamespace(cfg=config, source_dictionary=dictionary, target_dictionary=dictionary)
 
 
-def test_the_file_is_that_of_its_dictionary(data, tmp_path):
-    words = ("shortlist", data, "--candidates", 1, "--frequent", 2)
+def test_the_file_is_that_of_its_dictionary(tmp_path):
+    write_pair(tmp_path, "aa", "bb", 3)
+    words = ("shortlist", tmp_path, "--candidates", 1, "--frequent", 2)
     assert "shortlist.npz: aa-bb, bb-aa" in smoe(*words).stdout
-    dictionary = Dictionary.load(str(data / "dict.aa.txt"))
+    dictionary = Dictionary.load(str(tmp_path / "dict.aa.txt"))
     language = dictionary.add_symbol("__bb__")  # as tasks of several directions do
-    shortlist = Shortlist(data / "shortlist.npz", task_of(dictionary))
+    shortlist = Shortlist(tmp_path / "shortlist.npz", task_of(dictionary))
     ids = set(shortlist.of("aa", "bb")(torch.tensor([[1, 6, 11, 2, language]])).tolist())
     assert {0, 1, 2, 3, 9, 14, language} <= ids and len(ids) <= 9
     assert shortlist.of("aa", "cc") is None
-    other = Dictionary.load(str(data / "dict.aa.txt"))
+    other = Dictionary.load(str(tmp_path / "dict.aa.txt"))
     other.symbols[7] = "other"
     with pytest.raises(UsageError, match=r"another dictionary of aa"):
-        Shortlist(data / "shortlist.npz", task_of(other))
-    (data / "broken.npz").write_text("no")
-    content = dict(np.load(data / "shortlist.npz"))
-    np.savez(data / "changed.npz", **content | {"aa-bb": content["aa-bb"] + 100_000})
+        Shortlist(tmp_path / "shortlist.npz", task_of(other))
+    (tmp_path / "broken.npz").write_text("no")
+    content = dict(np.load(tmp_path / "shortlist.npz"))
+    np.savez(tmp_path / "changed.npz", **content | {"aa-bb": content["aa-bb"] + 100_000})
     for name in ("broken.npz", "changed.npz"):
         with pytest.raises(UsageError, match="broken.npz|changed.npz"):
-            Shortlist(data / name, task_of(dictionary))
+            Shortlist(tmp_path / name, task_of(dictionary))
     with pytest.raises(UsageError, match="No such file"):
-        Shortlist(data / "none.npz", task_of(dictionary))
-    taken = ("--output", data / "dict.aa.txt")
+        Shortlist(tmp_path / "none.npz", task_of(dictionary))
+    taken = ("--output", tmp_path / "dict.aa.txt")
     refused(smoe(*words, *taken, check=False), *taken)
     (tmp_path / "empty").mkdir()
     result = smoe("shortlist", tmp_path / "empty", check=False)

@@ -63,8 +63,17 @@ def workers_in(folder: Path) -> list[int]:
     return found
 
 
-@pytest.fixture(scope="module")
-def studied(data):
+def kept_runs(folder: Path) -> list[str]:
+    names = [path.parent.name for path in folder.glob(f"results/tiny/*/{study_results.FILE}")]
+    return [name for name in names if not name.endswith(".partial")]
+
+
+def kept_command(folder: Path, run: str) -> str:
+    return json.loads((folder / "results/tiny" / run / study_results.FILE).read_text())["command"]
+
+
+@pytest.mark.soak
+def test_an_interrupted_study_goes_on_with_what_is_left(data):
     """Killed when the first run was kept and reported, and started again."""
     folder, given = data
     first = subprocess.Popen(
@@ -81,23 +90,8 @@ def studied(data):
     (done,) = kept_runs(folder)
     before = (folder / "results/tiny" / done / study_results.FILE).stat().st_mtime_ns
     absolute = {"RUN_DIR": str(folder / "runs")}
-    result = succeeded(recipe(folder, "study", "tiny", JOBS="2", **given | absolute))
+    said = succeeded(recipe(folder, "study", "tiny", JOBS="2", **given | absolute)).stdout
     assert (folder / "results/tiny" / done / study_results.FILE).stat().st_mtime_ns == before
-    return folder, result.stdout
-
-
-def kept_runs(folder: Path) -> list[str]:
-    names = [path.parent.name for path in folder.glob(f"results/tiny/*/{study_results.FILE}")]
-    return [name for name in names if not name.endswith(".partial")]
-
-
-def kept_command(folder: Path, run: str) -> str:
-    return json.loads((folder / "results/tiny" / run / study_results.FILE).read_text())["command"]
-
-
-@pytest.mark.soak
-def test_an_interrupted_study_goes_on_with_what_is_left(studied):
-    folder, said = studied
     assert "--path runs/tiny/smoe-2-2/checkpoint" in kept_command(folder, "smoe-2-2")
     assert "# tiny: 3 of 4 runs are still to do" in said and "(3 of 3 runs)" in said
     assert sorted(kept_runs(folder)) == sorted(RUNS)

@@ -278,20 +278,6 @@ def test_zero_is_none_and_a_run_resumes_exactly(data, tmp_path):
     assert equal(parameters(tmp_path / "whole"), parameters(tmp_path / "parts"))
 
 
-@pytest.mark.parametrize(
-    "flags, named",
-    [
-        (["--subword-sampling", 1.5], "--subword-sampling 1.5"),
-        (["--subword-sampling", 0.1], "spm.model"),
-    ],
-)
-def test_refused(corpus, tmp_path, flags, named):
-    words = ["--user-dir", PLUGIN, *SIZES, "--no-share-all-embeddings", "--max-update", 1]
-    result = run("fairseq-train", corpus, *words, "--save-dir", tmp_path, *flags, check=False)
-    refused(result, "--subword-sampling", named)
-    assert not list(tmp_path.glob("*.pt"))
-
-
 def test_a_model_that_is_none_is_named(data, tmp_path):
     folder = shutil.copytree(data, tmp_path / "data")
     (folder / "spm.model").write_bytes(b"no model")

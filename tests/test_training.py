@@ -26,13 +26,6 @@ def train(data, save_dir, *flags, check=True, **how):
     )
 
 
-@pytest.fixture
-def finished(two_updates, tmp_path) -> Path:
-    """A copy of the run."""
-    shutil.copytree(two_updates, tmp_path, dirs_exist_ok=True)
-    return tmp_path
-
-
 def log_lines(process, tag="train_inner"):
     lines = re.findall(rf"\| {tag} \| (\{{.*\}})", process.stdout)
     return [json.loads(line) for line in lines]
@@ -150,19 +143,6 @@ def test_hydra_trains_the_size_of_the_architecture(small_corpus, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "flags, named",
-    [
-        # fairseq would train nothing, with success
-        (["--write-checkpoints-asynchronously"], "iopath"),
-        (["--max-tokens-valid", 2], "--max-tokens-valid 2"),
-    ],
-)
-def test_flags_that_cannot_work_are_named(small_corpus, tmp_path, flags, named):
-    refused(train(small_corpus, tmp_path, "--max-update", 1, *flags, check=False), named)
-    assert not list(tmp_path.glob("*.pt"))  # told before training
-
-
-@pytest.mark.parametrize(
     "flags, before",
     [
         ("--optimizer sgd", "--optimizer adam"),
@@ -175,9 +155,12 @@ def test_flags_that_cannot_work_are_named(small_corpus, tmp_path, flags, named):
         ),
     ],
 )
-def test_flags_whose_state_a_checkpoint_lacks_are_named(small_corpus, finished, flags, before):
+def test_flags_whose_state_a_checkpoint_lacks_are_named(
+    small_corpus, two_updates, tmp_path, flags, before
+):
+    shutil.copytree(two_updates, tmp_path, dirs_exist_ok=True)
     words = ("--max-update", 4, *flags.split())
-    refused(train(small_corpus, finished, *words, check=False), "checkpoint_last.pt", before)
+    refused(train(small_corpus, tmp_path, *words, check=False), "checkpoint_last.pt", before)
 
 
 def test_a_model_may_be_trained_on_its_validation_data(three_languages, tmp_path):

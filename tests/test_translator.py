@@ -545,17 +545,6 @@ def test_a_link_to_the_package_is_the_package(tmp_path):
     run("fairseq-train", "--user-dir", tmp_path / "link", "--help", fresh=True)
 
 
-@pytest.mark.parametrize("words", [["--arch", "smoe_transformer_base"], ["-a=smoe_transformer"]])
-def test_training_without_the_plugin(corpus, words):
-    result = run("fairseq-train", corpus, *words, check=False)
-    refused(result, "--arch smoe_transformer", "$(smoe path)")
-
-
-def test_a_mistyped_name_of_the_plugins_own(corpus):
-    words = ("fairseq-train", corpus, "--user-dir", PLUGIN, "--arch", "smoe_transformr")
-    refused(run(*words, check=False), "--arch smoe_transformr", "smoe_transformer?")
-
-
 def test_training_on_from_another_model_has_fairseqs_sentence(post_norm, corpus, tmp_path):
     """Of the same plugin, or none, the flags are what differs."""
     more = ("--restore-file", post_norm, "--encoder-layers", 1)

@@ -108,21 +108,6 @@ def test_early_stopping_counts_anew_where_training_begins_anew(corpus, tmp_path,
     assert "early stop" in tuned.stdout and len(validations(tuned.stdout)) == 2
 
 
-@pytest.mark.parametrize(
-    "flags",
-    [
-        ("--best-checkpoint-metric", "chrf", "--maximize-best-checkpoint-metric"),
-        ("--validate-sentences", 5, "--best-checkpoint-metric", "chrf"),
-        ("--validate-sentences", -1),
-        ("--validate-sentences", 5, "--validate-beam", 0),
-    ],
-)
-def test_refused(corpus, tmp_path, flags):
-    refused = bilingual(corpus, tmp_path, *flags, check=False)
-    assert refused.returncode == 1 and "error: --" in refused.stdout
-    assert not list(tmp_path.glob("*.pt"))
-
-
 @pytest.mark.soak
 @pytest.mark.parametrize("sharded", [False, True])
 def test_several_ranks_have_the_scores_of_one(corpus, tmp_path, ranks, sharded):
