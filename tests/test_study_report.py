@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -11,9 +12,12 @@ from test_recipes import recipe, refusal
 from test_table import change_scores, write_translations
 
 from smoe_fairseq.recipes.compare import report as study_report
+from smoe_fairseq.recipes.datasets import load_dataset
 from smoe_fairseq.recipes.study import results as study_results
 
 ROOT = Path(__file__).parents[1]
+REPORTS = sorted((ROOT / "results").rglob("report.md"))
+NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
 
 
 def keep(folder: Path, run: str, losses: dict[int, float], **routing) -> None:
@@ -78,6 +82,18 @@ def two_runs(tmp_path):
     smoe = {"requested_capacity": capacity, "rank_correlation": {"en-de": {"encoder.1": 0.1}}}
     keep(tmp_path, "smoe-4-4", {1: 5.0, 2: 3.25}, **smoe)
     return tmp_path, good - bad
+
+
+@pytest.mark.parametrize("report", REPORTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_a_committed_report_is_made_of_the_files_beside_it(report, tmp_path):
+    dataset, results = report.parent.name, report.parent.parent
+    for name in (dataset, *load_dataset(dataset).parts):
+        shutil.copytree(results / name, tmp_path / name)
+    (again := tmp_path / dataset / "report.md").unlink()
+    given = {"CONFIG_DIR": str(ROOT / "configs"), "RESULTS_DIR": str(tmp_path)}
+    succeeded(step_here("report", dataset, cwd=tmp_path / dataset, **given))
+    found, written = (NUMBER.findall(file.read_text()) for file in (again, report))
+    assert found == written, f"RESULTS_DIR={results.relative_to(ROOT)} scripts/report.sh {dataset}"
 
 
 def test_scores_of_different_signatures_are_named(two_runs):
