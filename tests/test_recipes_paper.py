@@ -11,28 +11,6 @@ from smoe_fairseq import cli
 from smoe_fairseq.recipes.training import precision
 from smoe_fairseq.recipes.training.launcher import Launch
 
-PAPER = {
-    "m4": {"--arch": "smoe_transformer_base", "--lr": "0.0008", "--sampling-temperature": "1"},
-    "m15": {"--arch": "smoe_transformer_big", "--lr": "0.0008", "--sampling-temperature": "1"},
-    "opus100": {"--arch": "smoe_transformer_big", "--lr": "0.0005", "--sampling-temperature": "5"},
-}
-TRAINING = {
-    "--adam-betas": "(0.9, 0.98)",
-    "--adam-eps": "1e-06",
-    "--lr-scheduler": "inverse_sqrt",
-    "--warmup-updates": "8000",
-    "--max-update": "100000",
-    "--weight-decay": "0.0",
-    "--label-smoothing": "0.1",
-    "--dropout": "0.3",
-    "--attention-dropout": "0.1",
-    "--clip-norm": "0.0",
-    "--max-source-positions": "512",
-    "--max-target-positions": "512",
-    "--moe-capacity-factor": "2.0",
-    "--moe-gate-loss-wt": "0.01",
-}
-
 
 def dry(tmp_path, script: str, *words, **environment) -> subprocess.CompletedProcess:
     """What a script prints."""
@@ -50,14 +28,6 @@ def test_smoe_runs_what_the_scripts_run(tmp_path, words):
     )
     assert one.returncode == other.returncode == 0 and one.stdout == other.stdout
     assert one.stdout.startswith("# m4")
-
-
-@pytest.mark.parametrize("dataset", PAPER)
-def test_hyperparameters_are_the_papers(tmp_path, dataset):
-    (words,) = commands(dry(tmp_path, "train", dataset, "smoe-4-12"), "fairseq-train")
-    expected = TRAINING | PAPER[dataset]
-    assert {flag: value(words, flag) for flag in expected} == expected
-    assert {"--fp16", "--bf16"} & set(words)  # by what this machine's GPU has
 
 
 def batch(words: list[str], processes: int) -> int:
@@ -133,19 +103,10 @@ def test_ranks_share_the_batch_of_one(tmp_path, ranks, given):
 
 
 def test_launchers(tmp_path):
-    def start(**given):
-        words = trained(dry(tmp_path, "train", "m4", "moe", **given))
-        return words[: words.index("fairseq-train")], words
-
-    assert start(GPUS="1")[0] == []
-    before, words = start(GPUS="4")
-    assert before == ["torchrun", "--standalone", "--nproc-per-node", "4", "--no-python"]
-    assert value(words, "--ddp-backend") == "legacy_ddp"
-    given = {"MASTER_ADDR": "node7", "MASTER_PORT": "20001", "SLURM_JOB_ID": "42"}
-    before, _ = start(LAUNCHER="slurm", NODES="2", GPUS="8", **given)
-    assert before[:7] == "srun --kill-on-bad-exit --nodes 2 --ntasks-per-node 1 torchrun".split()
-    assert value(before, "--rdzv-endpoint") == "node7:20001"
-    assert value(before, "--rdzv-id") == "42"
+    """Their words are those of the golden files; a job of SLURM has a rendezvous of its own."""
+    given = {"LAUNCHER": "slurm", "NODES": "2", "GPUS": "8", "MASTER_ADDR": "node7"}
+    words = trained(dry(tmp_path, "train", "m4", "moe", SLURM_JOB_ID="42", **given))
+    assert value(words, "--rdzv-id") == "42"
     sentence = refusal(dry(tmp_path, "train", "m4", "moe", LAUNCHER="plain", GPUS="2"))
     assert "torchrun or slurm" in sentence
 
