@@ -48,6 +48,13 @@ class Run:
         assert set(statuses) == {0}, f"{statuses}\n{self.output()[-6000:]}"
         return self
 
+    def refused(self, *named) -> str:
+        """The first rank's last line: all have ended with status 1, it by one sentence with these words."""
+        assert set(self.wait()) == {1} and "Traceback" not in self.output(), self.output()[-4000:]
+        last = self.output(0).strip().splitlines()[-1]
+        assert last.startswith("error: ") and all(str(each) in last for each in named), last
+        return last
+
     def kill(self, ranks=None) -> None:
         for rank in range(len(self.pids)) if ranks is None else ranks:
             if self.statuses()[rank] is None:

@@ -53,12 +53,10 @@ def sentence(checkpoint, file, name="source") -> str:
 )
 def test_training(ranks, data, trained, tmp_path, given):
     words = ["--save-dir", tmp_path / "new", *MOE, "--max-update", 2, *given[1:], given[0], trained]
-    process = ranks.start(tmp_path, 1, data[1], *words, one=True)
-    assert process.wait() == [1]
-    last = process.output().strip().splitlines()[-1]
-    assert last.startswith(f"error: {sentence(trained, data[1] / 'dict.src.txt')}")
+    said = sentence(trained, data[1] / "dict.src.txt")
+    ranks.start(tmp_path, 1, data[1], *words, one=True).refused(said)
     assert not list((tmp_path / "new").glob("*.pt"))
-    assert ranks.start(tmp_path, 1, data[0], *words, one=True).wait() == [0]
+    ranks.train(tmp_path, 1, data[0], *words, one=True)
 
 
 def test_the_other_direction_of_a_joint_dictionary(data, trained, tmp_path):
@@ -154,10 +152,8 @@ def test_languages_in_another_order(data, several):
 def test_other_languages_than_those_of_the_training(ranks, data, several, tmp_path):
     """Each of --langs is a word of the dictionary."""
     words = [*MOE, *SEVERAL, "--langs", "src,tgt,de", "--finetune-from-model", several]
-    process = ranks.start(tmp_path, 1, data[0], "--save-dir", tmp_path / "new", *words, one=True)
-    assert process.wait() == [1]
-    last = process.output().strip().splitlines()[-1]
-    assert last.startswith("error: ") and "--langs" in last and str(data[0]) in last
+    words += ["--save-dir", tmp_path / "new"]
+    ranks.start(tmp_path, 1, data[0], *words, one=True).refused("--langs", data[0])
 
 
 FAULTS = {  # of the files of a preparation: the change, and what is named
@@ -317,8 +313,6 @@ def test_a_dictionary_shorter_than_the_text(ranks, raw_corpus, tmp_path, workers
     for file in (tmp_path / "bin").glob("dict.*.txt"):
         file.write_text("".join(file.read_text().splitlines(keepends=True)[:3]))
     words = ["--save-dir", tmp_path / "new", *MOE, "--num-workers", workers]
-    process = ranks.start(tmp_path, 1, tmp_path / "bin", *words, one=True)
-    assert process.wait() == [1]
-    last = process.output().strip().splitlines()[-1]
-    assert last.startswith(f"error: {tmp_path}/bin/dict.") and "Error" not in last
+    run = ranks.start(tmp_path, 1, tmp_path / "bin", *words, one=True)
+    assert "Error" not in run.refused(f"{tmp_path}/bin/dict.")
     assert not list((tmp_path / "new").glob("*.pt"))

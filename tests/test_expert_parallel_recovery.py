@@ -45,17 +45,14 @@ def half_published(saves, folder, renamed=(0,), count=4):
 def test_another_number_of_ranks_touches_nothing(ranks, small_corpus, saves, tmp_path, world_size):
     before = half_published(saves, tmp_path / "run")
     arguments = flags(small_corpus, tmp_path / "run", "--expert-parallel", "--max-update", 5)
-    run = ranks.start(tmp_path / "logs", world_size, *arguments)
-    assert run.wait() == [1] * world_size
-    assert "is of a set for 4 ranks" in run.output(0).splitlines()[-1]
+    ranks.start(tmp_path / "logs", world_size, *arguments).refused("is of a set for 4 ranks")
     assert {path: path.read_bytes() for path in (tmp_path / "run").iterdir()} == before
 
 
 def test_advice_for_a_process_without_sharded_experts_works(ranks, small_corpus, saves, tmp_path):
     shutil.copytree(saves[3], tmp_path / "run")
     run = ranks.start(tmp_path / "logs", 1, *flags(small_corpus, tmp_path / "run"), one=True)
-    assert run.wait() == [1]
-    command = run.output(0).splitlines()[-1].partition(" with smoe ")[2]
+    command = run.refused().partition(" with smoe ")[2]
     assert main(command.replace("another/folder", str(tmp_path / "new")).split()) == 0
     assert (tmp_path / "new" / LAST).exists()
 
@@ -92,8 +89,7 @@ def test_finetuning_beside_an_incomplete_set(ranks, small_corpus, saves, tmp_pat
     missing.unlink()
     arguments = flags(small_corpus, tmp_path / "run", "--expert-parallel")
     run = ranks.start(tmp_path / "logs", 4, *arguments, "--finetune-from-model", consolidated)
-    assert run.wait() == [1] * 4
-    assert f"{missing} is missing" in run.output(0).splitlines()[-1]
+    run.refused(f"{missing} is missing")
 
 
 @pytest.mark.parametrize("flag", ["--finetune-from-model", "--continue-once"])

@@ -203,8 +203,7 @@ def test_batches_of_validation_that_fit_at_the_second_try_end_no_run(ranks, smal
     arguments = [small_corpus, "--save-dir", tmp_path, *SMALL, "--max-update", 1, "--no-save"]
     arguments.remove("--disable-validation")
     arguments = list(map(str, [*arguments, "--batch-size-valid", 1]))
-    run = ranks.start(tmp_path, 1, "at first", arguments, function=without_memory, one=True)
-    assert run.wait() == [0], run.output()
+    run = ranks.train(tmp_path, 1, "at first", arguments, function=without_memory, one=True)
     assert run.output().count("retrying batch") > 3
 
 
