@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import io
+import json
 import os
 import re
 import shlex
@@ -16,7 +17,10 @@ from pathlib import Path
 from unittest import mock
 
 import programs
+import pytest
 from programs import Server
+
+from smoe_fairseq.errors import UsageError
 
 SCRIPTS = Path(sysconfig.get_path("scripts"))
 PATIENCE = 900  # seconds that a command may take; the longest training takes five minutes
@@ -223,6 +227,19 @@ def refused(result, *named) -> str:
     return last
 
 
+def sentence_of(function, *arguments, **options) -> str:
+    """The one sentence with which a call is refused."""
+    with pytest.raises((UsageError, ValueError)) as error:
+        function(*arguments, **options)
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+def put(name: str, tensor):
+    """A change of a checkpoint: another weight."""
+    return lambda state: state["model"].update({name: tensor})
+
+
 def load(path: Path) -> dict:
     """What a checkpoint holds."""
     import fairseq.checkpoint_utils  # noqa: F401  (for the types that fairseq's checkpoints hold)
@@ -289,6 +306,23 @@ def preprocess(raw: Path, folder: Path, *flags) -> None:
 
 def train(data, save_dir, *flags, check=True):
     return run("fairseq-train", data, "--save-dir", save_dir, *TINY, *flags, check=check)
+
+
+def hydra_train(folder: Path, data: Path, model: dict, criterion: str, **common) -> None:
+    """``fairseq-hydra-train`` by a file, for two epochs into ``folder/run``."""
+    config = {
+        "common": {"cpu": True, **common},
+        "task": {"_name": "translation", "data": str(data)},
+        "model": model,
+        "criterion": {"_name": criterion, "label_smoothing": 0.1},
+        "optimizer": {"_name": "adam"},
+        "lr_scheduler": {"_name": "inverse_sqrt", "warmup_updates": 4},
+        "dataset": {"max_tokens": 400},
+        "optimization": {"max_epoch": 2, "lr": [0.001]},
+        "checkpoint": {"save_dir": str(folder / "run"), "no_epoch_checkpoints": True},
+    }
+    (folder / "c.yaml").write_text("# @package _group_\n" + json.dumps(config))
+    run("fairseq-hydra-train", "--config-dir", folder, "--config-name", "c", cwd=folder)
 
 
 def generate(data, checkpoint, *flags):

@@ -46,12 +46,6 @@ print("trained", "fairseq" in sys.modules)
     assert result.stdout == "trained False\n"
 
 
-@pytest.mark.parametrize("name", ["top_k", "dropout", "capacity_factor"])
-def test_a_number_as_text_is_named(name):
-    with pytest.raises(OptionError, match=f"{name} '0'"):
-        StratifiedMoE(8, 16, "2-2", **{name: "0"})
-
-
 def test_names_of_another_side_take_the_place_of_the_parameters():
     with pytest.raises(OptionError) as error:
         StratifiedMoE(8, 16, "7-1")

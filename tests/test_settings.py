@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from commands import refused, step_here
+from commands import refused, sentence_of, step_here
 from test_recipes import ROOT
 from test_table import table, write_scores
 
@@ -39,10 +39,7 @@ def configs(tmp_path, monkeypatch):
 
 
 def refusal(name: str = "odd") -> str:
-    with pytest.raises(UsageError) as error:
-        load_dataset(name)
-    assert "\n" not in str(error.value)
-    return str(error.value)
+    return sentence_of(load_dataset, name)
 
 
 def test_a_file_stands_on_its_base(configs):

@@ -12,7 +12,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from commands import PLUGIN, changed, generation, hypotheses, preprocess, refused, run, train
+from commands import (
+    PLUGIN,
+    changed,
+    generation,
+    hypotheses,
+    preprocess,
+    refused,
+    run,
+    sentence_of,
+    train,
+)
 from programs import HANGS
 from test_compat import run_without
 from test_training import train as train_smoe
@@ -170,9 +180,7 @@ def test_directions(model):
         ({"target_lang": "xx"}, "xx is not"),
         ({"source_lang": "en", "target_lang": "en"}, "no such direction"),
     ):
-        with pytest.raises(UsageError) as ended:
-            model.translate(["1 2 is a number"], **words)
-        assert sentence in str(ended.value) and "\n" not in str(ended.value)
+        assert sentence in sentence_of(model.translate, ["1 2 is a number"], **words)
     assert model.translate(["1 2"], source_lang="fr", **SEARCH)  # to English alone
     one, other = (  # never seen
         model.translate(["1 2"], source_lang=source, target_lang=target, **SEARCH)
@@ -443,9 +451,7 @@ def test_runs_that_cannot_be_used(prepared, two_updates, tmp_path, monkeypatch):
         (str(two_updates), {"beams": 3}, "beams: unknown setting"),
         (str(prepared / "runs/tiny/smoe-2-2"), {"bpe": "subword_nmt"}, "bpe"),
     ):
-        with pytest.raises(UsageError) as ended:
-            SMoETransformerModel.from_pretrained(run_, **words)
-        assert sentence in str(ended.value) and "\n" not in str(ended.value)
+        assert sentence in sentence_of(SMoETransformerModel.from_pretrained, run_, **words)
 
 
 # fairseq's commands
