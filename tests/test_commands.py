@@ -4,25 +4,10 @@ import shutil
 from pathlib import Path
 
 import pytest
-from commands import generate, generation, hypotheses, refused, run, train
+from commands import generate, generation, hydra_train, hypotheses, refused, run, train
 from sampling import soak
 
 import smoe_fairseq
-
-HYDRA_CONFIG = """# @package _group_
-common: {{cpu: true}}
-task: {{_name: translation, data: {data}}}
-model:
-  _name: transformer
-  encoder: {{layers: 1, embed_dim: 32, ffn_embed_dim: 64, attention_heads: 2}}
-  decoder: {{layers: 1, embed_dim: 32, ffn_embed_dim: 64, attention_heads: 2, output_dim: 32}}
-criterion: {{_name: label_smoothed_cross_entropy, label_smoothing: 0.1}}
-optimizer: {{_name: adam}}
-lr_scheduler: {{_name: inverse_sqrt, warmup_updates: 4}}
-optimization: {{max_epoch: 1, lr: [0.01]}}
-dataset: {{max_tokens: 300}}
-checkpoint: {{save_dir: {save_dir}}}
-"""
 
 
 def test_post_norm_model_translates_with_and_without_the_plugin(corpus, post_norm):
@@ -46,9 +31,9 @@ def test_interactive(corpus, post_norm):
 
 
 def test_hydra_train(corpus, tmp_path):
-    config = HYDRA_CONFIG.format(data=corpus, save_dir=tmp_path / "run")
-    (tmp_path / "tiny.yaml").write_text(config)
-    run("fairseq-hydra-train", "--config-dir", tmp_path, "--config-name", "tiny", cwd=tmp_path)
+    side = {"layers": 1, "embed_dim": 32, "ffn_embed_dim": 64, "attention_heads": 2}
+    model = {"_name": "transformer", "encoder": side, "decoder": {**side, "output_dim": 32}}
+    hydra_train(tmp_path, corpus, model, "label_smoothed_cross_entropy")
     assert len(generate(corpus, tmp_path / "run" / "checkpoint_last.pt")) == 16
 
 

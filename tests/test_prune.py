@@ -8,12 +8,11 @@ from pathlib import Path
 import handmade
 import pytest
 import torch
-from commands import PLUGIN, changed, contents, load, run, smoe
+from commands import PLUGIN, changed, contents, generate, load, run, smoe
 from family import FAMILY
 from sampling import soak, some
 from test_expert_parallel import flags
 from test_expert_parallel_checkpoints import call, refusal
-from test_training import generate
 from test_training import train as train_smoe
 
 from smoe_fairseq.analysis import inputs
@@ -77,11 +76,11 @@ def kept_of(printed: str) -> dict[str, list[int]]:
 def assert_same_translations(data: Path, one: Path, other: Path) -> set[str]:
     """Which are returned."""
     # Models that have learnt nothing go on to the longest translation.
-    short = ("--max-len-b", 8, "--beam", 3)
-    before, after = (generate(data, path, *short)[0] for path in (one, other))
-    assert {i: text for i, (text, _) in before.items()} == {i: t for i, (t, _) in after.items()}
-    assert all(abs(before[i][1] - after[i][1]) < 2e-4 for i in before)
-    return {text for text, _ in before.values()}
+    short = ("--user-dir", PLUGIN, "--max-len-b", 8)
+    before, after = (generate(data, path, *short) for path in (one, other))
+    assert {i: text for i, (_, text) in before.items()} == {i: t for i, (_, t) in after.items()}
+    assert all(abs(before[i][0] - after[i][0]) < 2e-4 for i in before)
+    return {text for _, text in before.values()}
 
 
 # What is taken out
@@ -117,7 +116,7 @@ def test_so_they_do_in_the_family(ranks, small_corpus, tmp_path, member):
     last, path, output = (tmp_path / f"{n}.pt" for n in ("checkpoint_last", "full", "pruned"))
     half = kept_of(prune(small_corpus, last, output, "--keep", 0.5))
     assert {len(experts) for experts in half.values()} == {4}
-    assert len(generate(small_corpus, output, "--max-len-b", 9)[0]) == 50
+    assert len(generate(small_corpus, output, "--user-dir", PLUGIN)) == 50
     if member == "expert-choice":  # no expert is never chosen
         return
     gone = {1, 2} if member == "stacked" else {1, 4}  # later layers of a stack have no norm
@@ -218,7 +217,7 @@ def test_steps_of_the_bias_go_with_their_experts(ranks, small_corpus, tmp_path):
 def test_every_other_command_takes_it(halved, small_corpus, tmp_path):
     path, _ = halved
     encoder, decoder = strata_of(path)
-    generate(small_corpus, path)
+    generate(small_corpus, path, "--user-dir", PLUGIN)
     of_run = (small_corpus, "--path", path, "--cpu")
     run("fairseq-validate", *of_run, "--user-dir", PLUGIN, "--max-tokens", 400)
     handmade.analyze(small_corpus, path, tmp_path / "analysis")

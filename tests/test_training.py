@@ -8,7 +8,7 @@ from pathlib import Path
 import handmade
 import pytest
 import torch
-from commands import PLUGIN, load, refused, run
+from commands import PLUGIN, generation, hydra_train, load, refused, run
 from sampling import soak
 
 
@@ -31,17 +31,9 @@ def log_lines(process, tag="train_inner"):
     return [json.loads(line) for line in lines]
 
 
-def generate(data, checkpoint, *flags):
-    process = run(
-        *("fairseq-generate", data, "--user-dir", PLUGIN, "--path", checkpoint, "--cpu"),
-        *("--beam", 5, "--lenpen", 1.0, "--gen-subset", "test", "--num-workers", 0, *flags),
-    )
-    hypotheses = re.findall(r"^H-(\d+)\t(\S+)\t(.*)$", process.stdout, re.M)
-    return {int(i): (text, float(score)) for i, score, text in hypotheses}, process.stdout
-
-
 def test_generation_is_quiet_about_masks(sparse, small_corpus):
-    _, output = generate(small_corpus, sparse, "--batch-size", 8, "--max-len-b", 5)
+    words = (*generation(small_corpus, sparse), "--user-dir", PLUGIN, "--batch-size", 8)
+    output = run("fairseq-generate", *words).stdout
     assert not re.search(r"warn.*mask|mask.*deprecat", output, re.IGNORECASE)
 
 
@@ -114,24 +106,8 @@ def test_experts_on_resume_of_a_dense_model(small_corpus, tmp_path):
 
 def test_hydra_trains_the_size_of_the_architecture(small_corpus, tmp_path):
     model = {"_name": "smoe_transformer_tiny", "smoe_strata": "2-2", "encoder_layers": 3}
-    config = {
-        "common": {
-            "user_dir": str(PLUGIN),
-            "cpu": True,
-            "log_file": str(tmp_path / "log"),
-            "log_format": "simple",
-        },
-        "task": {"_name": "translation", "data": str(small_corpus)},
-        "model": model,
-        "criterion": {"_name": "smoe_label_smoothed_cross_entropy"},
-        "optimizer": {"_name": "adam"},
-        "lr_scheduler": {"_name": "fixed"},
-        "dataset": {"max_tokens": 400, "num_workers": 0},
-        "optimization": {"max_epoch": 2, "lr": [0.001]},
-        "checkpoint": {"save_dir": str(tmp_path / "run"), "no_epoch_checkpoints": True},
-    }
-    (tmp_path / "c.yaml").write_text("# @package _group_\n" + json.dumps(config))
-    run("fairseq-hydra-train", "--config-dir", tmp_path, "--config-name", "c", cwd=tmp_path)
+    more = {"user_dir": str(PLUGIN), "log_file": str(tmp_path / "log"), "log_format": "simple"}
+    hydra_train(tmp_path, small_corpus, model, "smoe_label_smoothed_cross_entropy", **more)
     state = load(tmp_path / "run/checkpoint_last.pt")
     assert "smoe_experts" in state  # so it is our trainer
     assert state["model"]["encoder.layers.1.moe.gates.1.weight"].shape == (2, 128)
