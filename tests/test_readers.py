@@ -129,7 +129,8 @@ TUV = '<tmx><tu><tuv xml:lang="en"><seg>b</seg></tuv><tuv xml:lang="{}"><seg>{}<
     "name, content",
     [
         ("train.zh_CN-en.tsv", "zh_CN\ten\na\tb\n"),
-        ("train.eng-zho.tsv", "b\ta\n"),
+        # Columns without names are in the order of the file or folder.
+        *((name, "b\ta\n") for name in ("train.eng-zho.tsv", "en_to_zh.tsv", "eng-zho/train.tsv")),
         ("train.zh-en.tsv", "en-US\tzho_Hans\nb\ta\n"),
         ("train.zh-en.tsv", '"English"\t"Chinese"\nb\ta\n'),
         ("train.zh-en.tsv", '"English"\t"Chinese"\n"b"\ta\n'),
@@ -142,6 +143,7 @@ TUV = '<tmx><tu><tuv xml:lang="en"><seg>b</seg></tuv><tuv xml:lang="{}"><seg>{}<
     ],
 )
 def test_names_of_languages(tmp_path, name, content):
+    (tmp_path / name).parent.mkdir(exist_ok=True)
     (tmp_path / name).write_text(content)
     files = dict.fromkeys(("zh_CN", "en"), tmp_path / name)
     codes = {"zh_CN": "ours"} if "ours" in content else {}
@@ -288,14 +290,6 @@ def lines_of_pairs(prefix: Path) -> list[tuple[str, str]]:
     return pairs
 
 
-@pytest.mark.parametrize("name", ["ha_to_en.tsv", "train.ha-en.tsv", "hau-eng/train.tsv"])
-def test_columns_without_names_are_in_the_order_of_the_file_or_folder(tmp_path, name):
-    file = tmp_path / name
-    file.parent.mkdir(exist_ok=True)
-    file.write_text("ha 1\ten 1\n")
-    assert [*readers.pairs(dict.fromkeys(("en", "ha"), file))] == [("en 1", "ha 1")]
-
-
 def test_line_breaks_and_tabs_in_quoted_cells(tmp_path):
     """As Python's csv module writes and reads them."""
     cells = [("a", "b"), ("one\ntwo", "c"), ("d", "one\n\ntwo"), ("x\ny", 'z "q"\n"w"'), ("e", "f")]
@@ -305,15 +299,8 @@ def test_line_breaks_and_tabs_in_quoted_cells(tmp_path):
     files = dict.fromkeys(("en", "ha"), tmp_path / "train.tsv")
     read = [tuple(side.split() for side in pair) for pair in readers.pairs(files)]
     assert read == [tuple(side.split() for side in pair) for pair in cells]
-    for end in (
-        "a\tb\tc\n",
-        'a\t"b"\tc\n',
-        'a\t"b\tc\n',
-        'a\t"b\nc\n',
-        '"a\nb\n',
-        '"a\nb"\tc\td\n',
-        'a\t"b\nc"d\n',
-    ):
+    ends = ["a\tb\tc\n", 'a\t"b"\tc\n', 'a\t"b\tc\n', 'a\t"b\nc\n', '"a\nb\n', '"a\nb"\tc\td\n']
+    for end in (*ends, 'a\t"b\nc"d\n'):
         (tmp_path / "train.tsv").write_text(f"en\tha\n{end}")
         with pytest.raises(UsageError, match=r"train.tsv, line [23]\b"):
             [*readers.pairs(files)]
@@ -503,13 +490,8 @@ def test_what_is_left_out_of_training(tmp_path, dataset):
     (tmp_path / "train.en-ha.tsv").write_text("".join(f"{a}\t{b}\n" for a, b in rows))
     (tmp_path / "valid.en-ha.tsv").write_text("v\tv\n")
     (tmp_path / "test.en-ha.tsv").write_text("in the test\tt\n\tempty\n")
-    clean = {
-        "repeated": "drop",
-        "equal": "drop",
-        "overlap": "drop",
-        "max-ratio": 9,
-        "max-words": 20,
-    }
+    clean = dict.fromkeys(("repeated", "equal", "overlap"), "drop")
+    clean |= {"max-ratio": 9, "max-words": 20}
     own = dataset(clean=clean)
     gather(own, tmp_path, tmp_path / "raw")
     assert lines(tmp_path / "raw", "train.en-ha.en") == ["a b", "stays"]
@@ -719,21 +701,6 @@ def test_normalisation_by_a_file_and_by_name(tmp_path):
     )
     with pytest.raises(UsageError, match="--normalization absent"):
         model_of(tmp_path, text, normalization="absent")
-
-
-NO_TEXT = {
-    "latin-1": ("é\n".encode("latin-1"), ", line 1,"),
-    "utf-16": ("text".encode("utf-16") + b"\n", ", line 1,"),
-    "mac": (b"a\rb\r", r" has \\r "),
-}
-
-
-@pytest.mark.parametrize("content, named", NO_TEXT.values(), ids=NO_TEXT)
-def test_subwords_are_not_learnt_from_what_is_no_text(tmp_path, content, named):
-    (tmp_path / "a").write_bytes(content)
-    with pytest.raises(SystemExit, match=f"{tmp_path / 'a'}{named}"):
-        main(["subwords", "learn", str(tmp_path / "a"), "--output", str(tmp_path / "o")])
-    assert not (tmp_path / "o").exists()
 
 
 @pytest.mark.parametrize("blank", ["", " "])

@@ -9,6 +9,8 @@ from test_recipes import write_text
 from smoe_fairseq.cli import main
 from smoe_fairseq.recipes.data.normalization import nfc_rules
 
+NO_TEXT = {"latin-1": b"\xe9\n", "utf-16": "text".encode("utf-16") + b"\n", "mac": b"a\rb\r"}
+
 
 @pytest.fixture
 def text(tmp_path):
@@ -51,6 +53,8 @@ def test_the_same_text_gives_the_same_file(text, tmp_path):
         (["encode", "spm.model", "a/x", "b/x", "--output", "o"], "two files are called x"),
         (["encode", "a/x", "b/y", "--output", "o"], "a/x is not a model of sentencepiece"),
         (["learn", "a/empty", "--output", "o"], "a/empty has no text"),
+        *((["learn", f"a/{x}", "--output", "o"], f"a/{x}, line 1,") for x in ("latin-1", "utf-16")),
+        (["learn", "a/mac", "--output", "o"], r"a/mac has \\r "),
         (
             ["learn", "a/x", "--normalization", "b/x", "--output", "o"],
             "--normalization b/x, line 1",
@@ -68,6 +72,8 @@ def test_refused(tmp_path, monkeypatch, words, said):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("text\n")
     (tmp_path / "a/empty").write_text("\n \n")
+    for name, content in NO_TEXT.items():
+        (tmp_path / "a" / name).write_bytes(content)
     with pytest.raises(SystemExit, match=said):
         main(["subwords", *words])
     assert not (tmp_path / "o").exists()
