@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pretrained
 import pytest
-from commands import run, run_python, succeeded
+from commands import run, run_python, smoe, succeeded
 from test_readme import yaml_of
+from test_recipes import recipe, write_dataset
 
 ROOT = Path(__file__).parents[1]
 
@@ -61,6 +62,27 @@ def commands_of(page: str) -> list[str]:
     text = (ROOT / page).read_text("utf-8").replace("\\\n", " ")
     blocks = re.findall(r"^```bash\n(.*?)^```", text, re.M | re.DOTALL)
     return [line for block in blocks for line in block.splitlines()]
+
+
+@pytest.mark.parametrize("line", dict.fromkeys(commands_of("docs/gpu.md")))
+def test_the_commands_of_the_gpu_page(tmp_path, line):
+    """test_other_ranks.py runs some in two ranks."""
+    line = line.partition(" #")[0].strip()
+    program, *words = re.sub(r"^MASTER_ADDR=node1 ", "", line).split()
+    if program == "smoe":
+        assert re.search(r"^translation +[\d,]+$", smoe(*words).stdout, re.M)
+        return
+    training = {"arch": "smoe_transformer_base", "lr": 0.0008, "warmup-updates": 4000}
+    training |= {"max-update": 50000, "max-tokens": 4096}
+    given = {"pairs": ["en-de"], "experts": 8, "raw": {}, "train": training}
+    given = write_dataset(tmp_path / "configs", "mine", **given)
+    given |= {"DRY_RUN": "1", "FORECAST": "0"}
+    if program not in line[: len(program)]:
+        given["MASTER_ADDR"] = "node1"
+    done = succeeded(recipe(tmp_path, Path(program).stem, *words, **given))
+    assert "fairseq-train" in done.stdout and "--save-dir runs/mine/smoe-4-4" in done.stdout
+    if "--gpus 8" in line and not re.search("--(nodes|batch|max-tokens) ", line):
+        assert "--nproc-per-node 8" in done.stdout and "--max-tokens 512" in done.stdout
 
 
 def write_captions(folder: Path) -> None:
