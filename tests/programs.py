@@ -29,6 +29,12 @@ def wait_until(happens, process=None) -> None:
         time.sleep(0.01)
 
 
+def started(command, folder: Path, environment=None, **more) -> subprocess.Popen:
+    """A program whose outputs are read together, as text."""
+    both = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    return subprocess.Popen(list(map(str, command)), cwd=folder, env=environment, **both, **more)
+
+
 class Program:
     """One that has been started: its ``pid``. Where nobody refers to it any more, it is killed.
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import sentencepiece
 from commands import contents, refused, run, step_here, succeeded
-from programs import HANGS, wait_until
+from programs import HANGS, started, wait_until
 from sampling import soak, some
 from test_full_disk import limited
 from test_recipes import surroundings, write_dataset, write_text
@@ -347,14 +347,7 @@ def endless(tmp_path):
     """A step once its three processes work, and these."""
     (tmp_path / "pids").mkdir()
     (tmp_path / "endless.py").write_text(ENDLESS)
-    process = subprocess.Popen(
-        [sys.executable, "endless.py"],
-        cwd=tmp_path,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        process_group=0,
-    )
+    process = started([sys.executable, "endless.py"], tmp_path, process_group=0)
 
     def pids():
         return [int(path.name) for path in (tmp_path / "pids").iterdir()]
@@ -392,8 +385,7 @@ def test_ended_while_a_process_starts(tmp_path, prepared):
     (tmp_path / "raw/train.en-fr.en").write_bytes((3 << 20) // len(text) * text)  # for three
     words = ("encode", str(prepared / "spm.model"), "raw", "text", "--workers", "3")
     command = [sys.executable, "-P", "-m", "smoe_fairseq.recipes", *words]
-    files = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    process = subprocess.Popen(command, cwd=tmp_path, **files)
+    process = started(command, tmp_path)
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
     wait_until(lambda: len(children.read_text().split()) > 1, process)
     process.terminate()

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from commands import bash_functions, bash_torchrun, refused, run, succeeded
-from programs import HANGS, wait_until
+from programs import HANGS, started, wait_until
 from ranks import free_port
 from sampling import soak
 from test_lock import holder
@@ -46,14 +46,8 @@ def place(tmp_path, small_corpus) -> dict[str, str]:
 
 def interrupted(folder: Path, script: str, words, send: signal.Signals, environment) -> int:
     """The exit status of a run that is sent a signal once it has saved, which would go on for hours."""
-    process = subprocess.Popen(
-        [ROOT / "scripts" / script, *words, "--max-update", "1000000"],
-        cwd=folder,
-        env=os.environ | bash_functions() | environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+    command = [ROOT / "scripts" / script, *words, "--max-update", 1_000_000]
+    process = started(command, folder, os.environ | bash_functions() | environment)
     try:
         wait_until((folder / "runs/tiny/smoe-2-2" / LAST).exists, process)
         process.send_signal(send)
@@ -258,9 +252,7 @@ def test_a_rank_that_is_killed_is_named_in_one_sentence(planned, does, named):
 def test_ranks_that_are_interrupted_end_without_a_stack_trace(planned, tmp_path):
     words = planned(0, "2").words("bash")[1:]
     words = [sys.executable, *words, "-c", f"echo > {tmp_path}/$RANK; exec sleep 600"]
-    process = subprocess.Popen(
-        list(map(str, words)), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
+    process = started(words, None)
     wait_until(lambda: {"0", "1"} <= {path.name for path in tmp_path.iterdir()}, process)
     process.send_signal(signal.SIGINT)
     output, _ = process.communicate(timeout=HANGS)

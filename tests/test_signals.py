@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from commands import STEP, run, touch_binarised
-from programs import HANGS, wait_until
+from programs import HANGS, started, wait_until
 from test_recipes import ROOT
 
 # In the place of srun, which starts the training: a process that takes its time to end, and one in the
@@ -53,14 +53,8 @@ def training(tmp_path, request):
     for dataset in ("m15", "phrasebook"):
         touch_binarised(tmp_path, dataset)
     path = [str(tmp_path / "bin"), str(Path(sys.executable).parent), os.environ["PATH"]]
-    process = subprocess.Popen(
-        [ROOT / "scripts" / script, *words],
-        cwd=tmp_path,
-        env=os.environ | {"PATH": os.pathsep.join(path), "GPUS": "1", "LAUNCHER": "slurm"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+    given = {"PATH": os.pathsep.join(path), "GPUS": "1", "LAUNCHER": "slurm"}
+    process = started([ROOT / "scripts" / script, *words], tmp_path, os.environ | given)
     files = [tmp_path / name for name in ("background", "started")]
     wait_until(lambda: all(f.exists() and f.read_text().strip() for f in files), process)
     pids = [int(file.read_text()) for file in files]

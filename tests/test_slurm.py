@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from commands import touch_binarised
-from programs import HANGS, wait_until
+from programs import HANGS, started, wait_until
 from sampling import soak
 from test_recipes import ROOT
 
@@ -73,10 +73,8 @@ def test_what_is_wrong_is_said_before_submission(tmp_path, cluster):
 
 def test_job_requeues_itself_and_outlives_the_signals(tmp_path, cluster):
     job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "node[1-2]", "SLURM_SUBMIT_DIR": str(ROOT)}
-    pipe = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     command = [ROOT / "scripts/slurm.sh", "m15", "smoe-4-12"]
-    environment = cluster | job | {"NODES": "2"}
-    process = subprocess.Popen(command, cwd=tmp_path, env=environment, **pipe)
+    process = started(command, tmp_path, cluster | job | {"NODES": "2"})
     wait_until((tmp_path / "started").exists, process)
     for number in (signal.SIGUSR1, signal.SIGTERM):
         process.send_signal(number)
@@ -87,9 +85,9 @@ def test_job_requeues_itself_and_outlives_the_signals(tmp_path, cluster):
     assert process.returncode == 3, output  # Training's own status.
     assert (tmp_path / "ended").exists()
     assert (tmp_path / "requeued").read_text() == "requeue 7\n"
-    started = (tmp_path / "started").read_text()
-    assert "--rdzv-endpoint node1:20007" in started
-    assert "--nproc-per-node 8 --no-python fairseq-train data/m15/bin" in started
+    words = (tmp_path / "started").read_text()
+    assert "--rdzv-endpoint node1:20007" in words
+    assert "--nproc-per-node 8 --no-python fairseq-train data/m15/bin" in words
 
 
 SBATCH = 'echo "$@" >> submitted; echo "Submitted batch job $(wc -l < submitted)"$ON'
