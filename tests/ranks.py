@@ -102,10 +102,17 @@ class Ranks:
         return self.start(folder, world_size, *flags, **options).finish()
 
 
+def fairseq_train(arguments: list[str]) -> None:
+    """``fairseq-train`` in this process, where a test has changed what it is to change."""
+    from fairseq_cli.train import cli_main
+
+    sys.argv = ["fairseq-train", *arguments]
+    cli_main()
+
+
 def train_with(before_batch, arguments: list[str]) -> None:
     """``fairseq-train`` in which ``before_batch(updates)`` is called before each batch of training."""
     from fairseq.tasks.translation import TranslationTask
-    from fairseq_cli import train
 
     original = TranslationTask.train_step
 
@@ -114,8 +121,7 @@ def train_with(before_batch, arguments: list[str]) -> None:
         return original(self, *others, **options)
 
     TranslationTask.train_step = train_step
-    sys.argv = ["fairseq-train", *arguments]
-    train.cli_main()
+    fairseq_train(arguments)
 
 
 def _run(server: Server, logs, environments, arguments, function=None) -> Run:

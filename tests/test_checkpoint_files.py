@@ -3,7 +3,6 @@
 import errno
 import os
 import shutil
-import sys
 import zipfile
 from pathlib import Path
 
@@ -11,6 +10,7 @@ import pytest
 import torch
 from commands import SCRIPTS, TINY, contents, generation, no_room, refused, run, run_python
 from fairseq import checkpoint_utils
+from ranks import fairseq_train
 from sampling import soak
 from test_compat import WITHOUT, run_without
 from test_expert_parallel import flags
@@ -202,7 +202,6 @@ def test_without_room_the_old_checkpoint_stays(pre_norm, corpus, folder):
 
 def train_until_full(folder: str, arguments):
     """``fairseq-train`` in which the disk of rank 1 is full from the second save on."""
-    from fairseq_cli import train
 
     original, count = torch.save, [0]
 
@@ -214,8 +213,7 @@ def train_until_full(folder: str, arguments):
         original(state, file, *others, **options)
 
     torch.save = save
-    sys.argv = ["fairseq-train", *arguments]
-    train.cli_main()
+    fairseq_train(arguments)
 
 
 def test_a_process_without_room_leaves_the_old_set(ranks, small_corpus, tmp_path):

@@ -1,12 +1,12 @@
 """Experts spread over processes: the same training as in one process, whatever their number."""
 
 import functools
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from commands import PLUGIN
+from ranks import fairseq_train
 from sampling import sample
 
 from smoe_fairseq.checkpoints.sets import Shards
@@ -119,7 +119,6 @@ def test_equals_one_process(
 def in_double(arguments):
     """``fairseq-train`` in double precision, which it has no flag for."""
     from fairseq import utils
-    from fairseq_cli import train
 
     torch.set_default_dtype(torch.float64)
     utils.log_softmax = lambda x, dim, onnx_trace=False: x.log_softmax(dim)
@@ -127,8 +126,7 @@ def in_double(arguments):
         utils.clip_grad_norm_ = lambda parameters, max_norm, _=None: torch.nn.utils.clip_grad_norm_(
             parameters, max_norm or float("inf")
         )
-    sys.argv = ["fairseq-train", *arguments]
-    train.cli_main()
+    fairseq_train(arguments)
 
 
 @pytest.mark.parametrize("strata, setting", sample([], STRATA, SETTINGS))
@@ -203,7 +201,6 @@ def test_the_norm_is_in_single_precision_at_least(ranks, tmp_path):
 def overflow_on_one_rank(arguments):
     """In the third update one rank's expert alone has a gradient that is not finite."""
     from fairseq.trainer import Trainer
-    from fairseq_cli import train
 
     reduce = Trainer._sync_stats
 
@@ -220,8 +217,7 @@ def overflow_on_one_rank(arguments):
 
     Trainer._sync_stats = poison
     torch.Tensor.cuda = lambda self, *_, **__: self  # which fairseq calls after an overflow
-    sys.argv = ["fairseq-train", *arguments]
-    train.cli_main()
+    fairseq_train(arguments)
 
 
 def test_an_overflow_of_one_expert_skips_the_update_everywhere(ranks, small_corpus, tmp_path):

@@ -2,10 +2,10 @@
 
 import os
 import shutil
-import sys
 
 import pytest
 from commands import preprocess
+from ranks import fairseq_train
 from sampling import soak
 from test_dictionaries import data
 from test_lock import GLOO, SMALL
@@ -17,11 +17,8 @@ FLAGS = [*SMALL, *GLOO, "--max-update", "4"]
 
 def train(data: list[str], flags: list[str], of_second: list[str]) -> None:
     """On both ranks: with a folder of data each, and flags that only the second one is given."""
-    from fairseq_cli.train import cli_main
-
     rank = int(os.environ["RANK"])
-    sys.argv = ["fairseq-train", data[rank], *flags, *(of_second if rank else [])]
-    cli_main()
+    fairseq_train([data[rank], *flags, *(of_second if rank else [])])
 
 
 def check_refusal(ranks, folder, data, flags, of_second, sentence) -> None:

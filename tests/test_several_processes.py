@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from commands import PLUGIN, TINY
+from ranks import fairseq_train
 from sampling import soak
 from test_expert_parallel import flags, whole
 
@@ -83,8 +84,6 @@ def in_small_buckets(path, arguments, fails=False):
     """``fairseq-train`` with many buckets; writes how many gradients were incomplete as each was sent."""
     import sys
 
-    from fairseq_cli import train
-
     import smoe_fairseq.training.trainer  # noqa: F401
     from smoe_fairseq.training.reduction import Reduction
 
@@ -104,8 +103,7 @@ def in_small_buckets(path, arguments, fails=False):
 
     Reduction._arrived, Reduction._send = arrived, logged
     sys.modules["smoe_fairseq.training.reduction"].BUCKET = 2**14
-    sys.argv = ["fairseq-train", *arguments]
-    train.cli_main()
+    fairseq_train(arguments)
     if os.environ["RANK"] == "0":
         Path(path).write_text(json.dumps(later))
 
@@ -214,14 +212,10 @@ def test_every_batch_counts_where_another_process_has_one_more(
 
 def without_fairseqs_loss(arguments):
     """``fairseq-train`` that fails if fairseq's criterion computes a loss, with log probabilities more."""
-    import sys
-
     from fairseq.criterions.label_smoothed_cross_entropy import LabelSmoothedCrossEntropyCriterion
-    from fairseq_cli import train
 
     del LabelSmoothedCrossEntropyCriterion.compute_loss
-    sys.argv = ["fairseq-train", *arguments]
-    train.cli_main()
+    fairseq_train(arguments)
 
 
 @pytest.mark.parametrize("backend", ["legacy_ddp", soak("pytorch_ddp")])

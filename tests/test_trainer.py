@@ -8,7 +8,7 @@ import pytest
 import torch
 from commands import PLUGIN, SCRIPTS, TINY, WITH_PLUGIN, run, run_python, succeeded
 from programs import wait_until
-from ranks import train_with
+from ranks import fairseq_train, train_with
 from sampling import soak
 from test_lock import GLOO, SMALL
 from test_signals import ended
@@ -127,7 +127,6 @@ def test_amp_repeats_a_batch_that_overflows(small_corpus, tmp_path, flags):
 def without_memory(failing: str, arguments: list[str]) -> None:
     """``fairseq-train`` where batches do not fit: the second, all, those of validation, or these at first."""
     from fairseq.tasks.translation import TranslationTask
-    from fairseq_cli import train
 
     steps, calls = "valid_step" if failing in ("valid", "at first") else "train_step", []
     original = getattr(TranslationTask, steps)
@@ -143,8 +142,7 @@ def without_memory(failing: str, arguments: list[str]) -> None:
         return original(self, *others, **options)
 
     setattr(TranslationTask, steps, step)
-    sys.argv = ["fairseq-train", *arguments]
-    train.cli_main()
+    fairseq_train(arguments)
 
 
 @pytest.mark.parametrize(
