@@ -5,12 +5,11 @@ import random
 import re
 import shutil
 import signal
-import sys
 import time
 
 import pytest
 from programs import wait_until
-from ranks import Ranks
+from ranks import Ranks, fairseq_train
 from sampling import soak
 from test_expert_parallel import checkpoint, flags, furthest, whole
 
@@ -113,7 +112,6 @@ def killed_while_publishing(moment: str, arguments):
     "before" or "after" its own, with that of rank 0 done; or when it is the only one ("alone").
     """
     import torch.distributed as dist
-    from fairseq_cli import train
 
     from smoe_fairseq.training import sharded_checkpoints
 
@@ -138,8 +136,7 @@ def killed_while_publishing(moment: str, arguments):
         original(source, target)
 
     sharded_checkpoints.os.replace = replace
-    sys.argv = ["fairseq-train", *arguments]
-    train.cli_main()
+    fairseq_train(arguments)
 
 
 @pytest.mark.soak
@@ -155,14 +152,6 @@ def test_killed_between_two_renamings(ranks, small_corpus, tmp_path, uninterrupt
     run.kill()  # as a launcher does
     run.wait()
     assert resume(ranks, small_corpus, tmp_path, reference, *more) == 5
-
-
-def test_resuming_equals_never_having_stopped(ranks, small_corpus, tmp_path, uninterrupted):
-    reference, _ = uninterrupted
-    arguments = saving_flags(small_corpus, tmp_path)
-    ranks.train(tmp_path, 2, *arguments, "--max-update", 5)
-    ranks.train(tmp_path, 2, *arguments)
-    assert furthest(whole(tmp_path), whole(reference)) == 0
 
 
 def test_the_files_of_a_diverged_update_are_one_set(ranks, small_corpus, tmp_path):
