@@ -8,9 +8,10 @@ import pytest
 import torch
 from commands import PLUGIN, generate
 from family import FAMILY
-from sampling import rest, soak, some
+from sampling import soak, some
 from test_compat import run_without
 from test_expert_parallel import averages, checkpoint, compare, flags, furthest, whole
+from test_expert_parallel_hangs import train_until
 from test_several_processes import assert_same_bits, content
 
 from smoe_fairseq.analysis import inputs
@@ -259,31 +260,7 @@ def test_an_average_begins_at_a_checkpoint_without_one(ranks, small_corpus, tmp_
 def test_a_process_that_is_out_of_memory_skips_no_count(ranks, small_corpus, tmp_path):
     """The others would wait for its counts; so all end."""
     arguments = list(map(str, member_flags("update", small_corpus, tmp_path, "--batch-size", 3)))
-    run_ = ranks.start(tmp_path, 2, "out of memory", arguments, function=out_of_memory)
+    run_ = ranks.start(tmp_path, 2, "out of memory", arguments, function=train_until)
     assert run_.wait() == [1, 1]
     words = "out of memory with --moe-balance-over update: try --"
     assert words in run_.output(1)
-
-
-def out_of_memory(moment: str, arguments: list[str]):
-    from test_expert_parallel_hangs import train_until
-
-    train_until(moment, arguments)
-
-
-# For one pass through the model, test_family_model.py has all members.
-@pytest.mark.soak
-@pytest.mark.parametrize("member", [m if m == "expert-choice" else rest(m) for m in FAMILY])
-def test_a_translation_does_not_depend_on_its_batch(ranks, small_corpus, tmp_path, member):
-    trained = ["--max-update", 40, "--batch-size", 16, "--save-interval", 1000]
-    ranks.train(tmp_path, 1, *member_flags(member, small_corpus, tmp_path, *trained), one=True)
-    path = tmp_path / "checkpoint_last.pt"
-    alone, together = (
-        generate(small_corpus, path, "--user-dir", PLUGIN, "--batch-size", size) for size in (1, 64)
-    )
-    assert len(alone) == 50 and len({words for _, words in alone.values()}) > 10
-    assert {n: words for n, (_, words) in alone.items()} == {
-        n: words for n, (_, words) in together.items()
-    }
-    for number, (score, _) in alone.items():
-        assert score == pytest.approx(together[number][0], abs=2e-4)
