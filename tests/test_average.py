@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from commands import PLUGIN, changed, generate, load, run
+from commands import PLUGIN, changed, generate, load, put, run
 from sampling import soak
 from test_expert_parallel import flags
 from test_expert_parallel_checkpoints import call, refusal
@@ -39,10 +39,6 @@ def run_of_one(small_corpus, tmp_path_factory) -> Path:
 
 def names(updates=SAVED) -> list[str]:
     return [f"checkpoint_1_{update}.pt" for update in updates]
-
-
-def put(name: str, tensor):
-    return lambda state: state["model"].update({name: tensor})
 
 
 def mean_of(models: list[dict]) -> dict[str, np.ndarray]:

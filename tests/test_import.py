@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from commands import PLUGIN, contents, generate, load, untrained
+from commands import PLUGIN, contents, generate, load, put, untrained
 from test_expert_parallel_checkpoints import call, refusal
 from test_upcycle import loaded, outputs
 
@@ -172,10 +172,6 @@ def drop(end: str):
     return change
 
 
-def add(name: str, tensor=None):
-    return lambda state: state["model"].update({name: torch.ones(3) if tensor is None else tensor})
-
-
 def option(**values):
     return lambda state: vars(state["cfg"]["model"]).update(values)
 
@@ -184,12 +180,14 @@ WRONG = {  # by what the sentence names
     "--moe-cmr": option(moe_cmr=True),
     "--alternate-ffn-embed-dim 96": option(alternate_ffn_embed_dim=96),
     "encoder": option(encoder_normalize_before=False),
-    "encoder.attn_ln.weight": add("encoder.attn_ln.weight"),
+    "encoder.attn_ln.weight": put("encoder.attn_ln.weight", torch.ones(3)),
     "encoder.layer_norm.bias": drop("encoder.layer_norm.bias"),
-    "(3,)": add("encoder.layer_norm.bias"),
+    "(3,)": put("encoder.layer_norm.bias", torch.ones(3)),
     "moe_layer.gate": drop("wg.weight"),
     "encoder.layers.1 has 4 experts": drop("experts.3.fc1.weight"),
-    "experts of encoder.layers.1": add("encoder.layers.1.moe_layer.experts.2.fc1.bias"),
+    "experts of encoder.layers.1": put(
+        "encoder.layers.1.moe_layer.experts.2.fc1.bias", torch.ones(3)
+    ),
 }
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from commands import PLUGIN, changed, contents, generate, load, refused, untrained
+from commands import PLUGIN, changed, contents, generate, load, put, refused, untrained
 from fairseq import checkpoint_utils
 from sampling import soak
 from test_expert_parallel_checkpoints import call, refusal
@@ -265,18 +265,14 @@ def set_option(name: str, value):
     return change
 
 
-def with_weight(name: str, value):
-    return lambda state: state["model"].update({name: value})
-
-
 OTHERS = {  # by what the sentence names
     "lstm": set_option("arch", "lstm"),
     "--no-cross-attention;": set_option("no_cross_attention", True),
     "--decoder-output-dim 8": set_option("decoder_output_dim", 8),
     "encoder.layers.0.fc1.weight": lambda s: s["model"].pop("encoder.layers.0.fc1.weight"),
     "decoder.embed_tokens.weight": lambda s: s["model"].pop("decoder.embed_tokens.weight"),
-    "decoder.adapter": with_weight("decoder.adapter", torch.ones(2)),
-    "(3, 32)": with_weight("encoder.layers.1.fc1.weight", torch.ones(3, 32)),
+    "decoder.adapter": put("decoder.adapter", torch.ones(2)),
+    "(3, 32)": put("encoder.layers.1.fc1.weight", torch.ones(3, 32)),
 }
 
 
