@@ -68,8 +68,6 @@ def test_whole_numbers_are_numbers():
 # The first flag is the one that is named.
 FLAGS = """
     --smoe-strata 4-x
-    --moe-top-k 2 --smoe-strata 7-1
-    --moe-top-k 9 --smoe-strata 8
     --moe-freq 3
     --decoder-moe-freq 3
     --no-decoder-normalize-before
@@ -87,13 +85,9 @@ FLAGS = """
     --attention-dropout nan
     --activation-dropout 1.0
     --encoder-layerdrop -0.1
-    --cmr-gate-drop 0.2
     --moe-gate hash
     --moe-gate expert-choice --smoe-strata 8 --encoder-moe-freq 0
     --moe-gate base --smoe-chain 2 --smoe-strata 8
-    --moe-top-p 0.9
-    --moe-balance-over update --moe-gate base --smoe-strata 8
-    --moe-expert-ffn-dim -1
     --smoe-chain 2 --smoe-strata 4-4
     --smoe-chain 2 --smoe-strata 8 --moe-stacked
     --moe-cmr --smoe-chain 2 --smoe-strata 8
@@ -108,9 +102,6 @@ FLAGS = """
     --smoe-exit-bias 1 --moe-freq 0
     --moe-hash-seed 5 --moe-gate base --smoe-strata 8
     --moe-hash-table balanced
-    --moe-bias-step 0.1
-    --moe-capacity-factor 1.0 --moe-gate base --smoe-strata 8
-    --moe-top-k 3 --moe-gate top-p
     --moe-gate-normalization before-drop --moe-gate top-p
     --moe-second-expert-policy random --moe-gate relu
     --moe-drop-order score --moe-gate hash --smoe-strata 8
