@@ -100,17 +100,7 @@ def test_a_dictionary_that_was_changed_since_is_refused(tiny, tmp_path, change):
     changed = binary / "dict.en.txt"
     assert len(Dictionary.load(str(changed))) > 24
     changed.write_text("".join(change(changed.read_text().splitlines(True))))
-    words = [
-        binary,
-        "-s",
-        "en",
-        "-t",
-        "fr",
-        "--user-dir",
-        PLUGIN,
-        "--arch",
-        "smoe_transformer_tiny",
-    ]
+    words = [binary, *"-s en -t fr --arch smoe_transformer_tiny --user-dir".split(), PLUGIN]
     words += ["--max-update", 1, "--max-tokens", 900, "--cpu", "--save-dir", tmp_path / "run"]
     refused(run_program("fairseq-train", *words, check=False), changed)
     Dictionary.load(str(binary / "dict.fr.txt"))

@@ -569,11 +569,7 @@ def test_convolutions_of_fairseq_take_any_beam(corpus, tmp_path):
     words = (
         "--save-dir",
         tmp_path,
-        "--max-tokens",
-        400,
-        "--max-epoch",
-        3,
-        "--cpu",
+        *"--max-tokens 400 --max-epoch 3 --cpu".split(),
         *sizes,
         *layers,
     )
