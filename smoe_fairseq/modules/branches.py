@@ -157,7 +157,8 @@ def mask_outputs(x: Tensor, p: float, training: bool) -> Tensor:
     if p == 0:
         return x
     if training:
-        return x * (torch.rand_like(x, dtype=torch.float32) >= p)  # bf16 has few numbers
+        exact = torch.promote_types(x.dtype, torch.float32)  # bf16 has few numbers
+        return x * (torch.rand_like(x, dtype=exact) >= p)
     return x * (1 - p)
 
 
