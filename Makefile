@@ -77,7 +77,7 @@ gpu-check: $(DONE)
 	@$(RUN) PYTHONWARNINGS=ignore python -m benchmarks.gpu $(CHECK)
 
 # The report says if a package could not be installed.
-$(BENCH_VENV)/setup-done: benchmarks/requirements.txt setup.py pyproject.toml constraints.txt | $(DONE)
+$(BENCH_VENV)/setup-done: benchmarks/requirements.txt setup.py pyproject.toml constraints.txt Makefile | $(DONE)
 	@echo "The packages to compare with, in $(BENCH_VENV)"
 	@$(VENV)/bin/python -m venv $(BENCH_VENV)
 	@grep -vE '^(transformers|tokenizers|huggingface_hub)==' constraints.txt > $(BENCH_VENV)/constraints.txt

@@ -63,7 +63,10 @@ def one_line(error: BaseException) -> str | None:
         if error.errno in NO_ROOM:
             return f"{error.filename or _output()} cannot be written: {error.strerror}"
         reason, file = error.strerror, error.filename
-        if os.path.islink(file) and not os.path.exists(file):
+        missing = isinstance(error, FileNotFoundError | FileExistsError) and not os.path.exists(
+            file
+        )
+        if missing and os.path.islink(file):
             reason = f"it is a link to {os.readlink(file)}, which is missing"
         return printable(f"{file}: {reason}")
     if (reason := _REASONS.get(type(error))) and not error.errno:  # fairseq's, with a path alone

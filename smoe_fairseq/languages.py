@@ -51,13 +51,11 @@ def code_of(name: str) -> str:
 
 
 def spellings(name: str) -> tuple[str, ...]:
-    """The name, and the ISO 639-1 and 639-3 codes of its language: ``en``, ``eng``; of ``tgl``, now ``fil``,
-    also as they were.
-    """
+    """The name, and the ISO 639-1 and 639-3 codes of its language, also older ones, such as ``tl``."""
     if (language := language_of(name)) is None:
         return (name,)
     first = name, code_of(name), language.to_alpha3()
-    known = {*first, re.split("[-_]", name)[0], "no" if "nb" in first else name}
+    known = {*first, re.split("[-_]", name)[0], *(["no"] if "nb" in first else [])}
     more = (code for codes in LANGUAGE_ALPHA3.items() if known & {*codes} for code in codes)
     return tuple(dict.fromkeys((*first, *(code for code in more if len(code) < 4))))
 

@@ -317,7 +317,7 @@ def hydra_train(folder: Path, data: Path, model: dict, criterion: str, **common)
         "criterion": {"_name": criterion, "label_smoothing": 0.1},
         "optimizer": {"_name": "adam"},
         "lr_scheduler": {"_name": "inverse_sqrt", "warmup_updates": 4},
-        "dataset": {"max_tokens": 400},
+        "dataset": {"max_tokens": 400, "num_workers": 0},
         "optimization": {"max_epoch": 2, "lr": [0.001]},
         "checkpoint": {"save_dir": str(folder / "run"), "no_epoch_checkpoints": True},
     }

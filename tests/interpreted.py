@@ -16,9 +16,6 @@ from torch.multiprocessing import start_processes
 from smoe_fairseq.modules import StratifiedMoE, fused
 
 OWN = "fused-triton"  # products by our own kernels
-torch.backends.cuda.matmul.fp32_precision = (
-    "tf32"  # as transformers sets it; the older getter fails then
-)
 GROUPED = {"execution": "grouped", "width": 39, "inner": 150}  # sizes that torch's product refuses
 FULL = {"capacity_factor": 0.7}
 CASES = {

@@ -61,7 +61,8 @@ for name in sys.argv[1:]:
 
 
 def test_each_command_may_be_imported_first():
-    run("python", "-c", FIRST, *COMMAND_MODULES)
+    result = run_python(FIRST, *COMMAND_MODULES)
+    assert result.returncode == 0, result.stdout
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The criterion on the registered model: the loss by hand, metrics over batches of different size."""
+"""The criterion on the registered model: its loss beside fairseq's, metrics over unequal batches."""
 
 import math
 

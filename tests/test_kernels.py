@@ -100,18 +100,6 @@ def test_auto_takes_the_kernels_on_all_gpus_that_triton_supports(capability, dty
     assert fused.applies(block, x) == (capability != (7, 0) and dtype != torch.float32)
 
 
-def test_rows_are_whole_16_bytes_in_the_type_of_the_product():
-    """Under autocast, the experts' weights have another type."""
-    weight, types = torch.empty(2, 64, 20), (torch.float32, torch.bfloat16)
-    assert [products.torch_has_one(weight, dtype) for dtype in types] == [True, False]
-
-
-def test_an_old_triton_has_no_kernels(monkeypatch):
-    """It compiles them and then refuses the arguments of the second launch."""
-    monkeypatch.setattr(triton, "__version__", "3.5.1")
-    assert products.kernels.__wrapped__() is None
-
-
 def test_kernels_are_launched_on_the_tokens_device(monkeypatch):
     """Triton launches on the current one, which need not be that."""
     current, devices = [], []

@@ -330,7 +330,7 @@ OTHER_SUBWORDS += [{"vocab_size": 700, "byte_fallback": True}]
 @pytest.mark.parametrize("options", OTHER_SUBWORDS)
 def test_an_export_with_other_subwords_is_of_our_class(nllb, tmp_path, options):
     """Its tokenizer splits text as ours does."""
-    from transformers import M2M100Config, M2M100ForConditionalGeneration
+    from transformers import AutoTokenizer, M2M100Config, M2M100ForConditionalGeneration
 
     folder = tmp_path / "model"
     subwords = pretrained.write_subwords(tmp_path / "subwords", **options)
@@ -342,6 +342,11 @@ def test_an_export_with_other_subwords_is_of_our_class(nllb, tmp_path, options):
     call("export", tmp_path / "ours.pt", "--to", "huggingface", "--output", tmp_path / "exported")
     config = json.loads((tmp_path / "exported/config.json").read_text())
     assert config["model_type"] == "smoe_transformer"
+    ours = SMoETransformerModel.from_pretrained(tmp_path / "ours.pt")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "exported")
+    for line in pretrained.lines(20, seed=8):
+        expected = list(encoded(ours, line, ours.src_dict))
+        assert tokenizer(line)["input_ids"][-len(expected) :] == expected
 
 
 # fairseq's own files

@@ -60,11 +60,6 @@ def recipe(
     )
 
 
-def test_the_demo_ignores_no_words(tmp_path):
-    result = recipe(tmp_path, "demo", "dense", "--max-update", "5", fresh=True, DRY_RUN="1")
-    assert result.returncode == 2 and "--max-update" in result.stderr
-
-
 def surroundings(fresh: bool = False) -> dict[str, str]:
     """The environment of a recipe."""
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
@@ -100,6 +95,11 @@ def write_dataset(folder: Path, name: str, **content) -> dict[str, str]:
         (folder / source).symlink_to(ROOT / "configs" / source)
     (folder / "datasets" / f"{name}.yaml").write_text(yaml.safe_dump(content))
     return {"CONFIG_DIR": str(folder)}
+
+
+def test_the_demo_ignores_no_words(tmp_path):
+    result = recipe(tmp_path, "demo", "dense", "--max-update", "5", fresh=True, DRY_RUN="1")
+    assert result.returncode == 2 and "--max-update" in result.stderr
 
 
 def tiny_place(folder: Path, data: Path, **train) -> dict[str, str]:

@@ -139,7 +139,7 @@ def test_a_changed_data_set_is_not_prepared_already(tiny, tmp_path):
         assert name in told()
     given |= configured(tmp_path / "clean", tiny[0], clean={"equal": "drop"})
     edited = recipe(tmp_path, "train", "tiny", "smoe-2-2", "--no-such-flag", **given)
-    assert edited.returncode == 2 and "other `clean`" in edited.stderr  # it does not prepare anew
+    assert edited.returncode == 2 and "was prepared with other `clean`" in edited.stderr  # not anew
 
 
 def configured(folder: Path, tiny: Path, **more) -> dict[str, str]:

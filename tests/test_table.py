@@ -568,7 +568,7 @@ def test_runs_with_other_settings_are_told(two_systems, name):
             content["trained" if name == "--max-update" else "flags"][name] = f"{number}000"
         (two_systems[0] / f"runs/multi30k/{method}/identity.json").write_text(json.dumps(content))
     printed = table(two_systems[0], "multi30k", "--compare", "moe", "dense").stdout
-    assert ("different text" in printed) == (name == "text")
+    assert ("different training text" in printed) == (name == "text")
     told = [line for line in printed.splitlines() if "moe has" in line]
     flag = name.partition(" x ")[0]
     assert len(told) == (name[:1] == "-") and all(f"dense has {flag} 2000" in line for line in told)

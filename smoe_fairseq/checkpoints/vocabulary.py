@@ -95,7 +95,8 @@ class Vocabulary:
         text = Counter(word for line in texts for word in cutter.normalized(line).split())
         letters = sorted({c for word in text for c in word} - known.keys() - {BEGINS_WORD})
         if "<0x00>" in known:  # bytes spell the letters of others
-            letters = [c for c in letters if not any(c in word for word in others)]
+            spelled = {c for word in others for c in word}
+            letters = [c for c in letters if c not in spelled]
         taken = {a + b for parts in before.values() for a, b in zip(parts, parts[1:])}
         ready = with_pieces(self.subwords, dict.fromkeys(letters, lowest))
         cut = Cutter(ready).cut

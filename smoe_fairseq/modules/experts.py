@@ -154,7 +154,10 @@ def start_pass(
 
 
 def why_per_expert(weight: Tensor, execution: str = "auto") -> str:
-    """Why not to group the products of such weights ``(E, O, I)``; logged once per device but the CPU."""
+    """Why not to group the products of w2 ``(E, D, F)``; logged once per device but the CPU.
+
+    Where w2 fits, w1 does: it has rows of D and, of gated experts, 2F outputs.
+    """
     device, dtype, reason = weight.device, weight.dtype, ""
     is_traced = torch.compiler.is_compiling()
     if execution != "grouped" and not is_traced:

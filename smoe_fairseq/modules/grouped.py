@@ -83,7 +83,7 @@ class GroupedSum(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         experts = len(copies.kept_E)
         seen = w1_E, b1_E, w2_E, b2_E = [w[:experts] for w in (w1, b1, w2, b2)]
-        ctx.products = products = products_of(w2)  # a gated expert's w1 has twice its rows
+        ctx.products = products = products_of(w2)
         h_NF = products.multiply(select(x_TD, token_N), w1_E, ends_E)
         h_NF = h_NF.addmm_(expert_NE, b1_E).masked_fill_(padding_N1, 0)
         h_NF, kept = hidden.forward(h_NF)

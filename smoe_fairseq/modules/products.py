@@ -28,7 +28,7 @@ DEPTH = 32  # how many numbers it sums at a time
 
 
 def can_group(weight: Tensor, dtype: torch.dtype) -> bool:
-    """Whether torch has a grouped product for such weights as ``dtype``, of rows of whole 16 bytes."""
+    """Whether torch has a grouped product for weights of this shape in ``dtype``; rows are whole 16 bytes."""
     if torch_features.grouped_mm is None or dtype not in TYPES:
         return False
     return all(size * dtype.itemsize % 16 == 0 for size in weight.shape[1:])

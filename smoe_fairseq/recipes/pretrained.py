@@ -64,7 +64,7 @@ def with_pretrained(dataset: Dataset, binary: Path | None = None) -> Dataset:
     record = {"experts": DENSE} | read_json(binary / RECORD, _FORM)
     given, before = dataset.settings.pretrained and source_of(dataset), record["source"]
     if not given:
-        given, before = dataset.pretrained, record.get("named", dataset.pretrained)
+        given, before = dataset.pretrained, record.get("named", before)
     if given and plain_path(given) != plain_path(before):
         fault = f"{binary} was prepared with `pretrained: {record['source']}`"
         raise UsageError(f"{fault}, not {plain_path(given)}: delete it to prepare it again")

@@ -111,8 +111,8 @@ def _changed(dataset: Dataset, folders: Folders, flags: Sequence[str]) -> str | 
         return setting
     now = _origin(dataset, folders, flags)
     model = now["model"]
-    sizes = {name: identity.split()[0] for name, identity in model.items()}  # earlier: these alone
-    if before.get("model", model) not in (model, sizes):
+    earlier = {name: identity.split()[0] for name, identity in model.items()}  # size of large files
+    if before.get("model", model) not in (model, earlier):
         return "content of `pretrained`"
     if "content" not in before:  # of an earlier version, which read the ends of files
         return None
@@ -132,6 +132,8 @@ def changed_setting(dataset: Dataset, flags: Sequence[str] | None = None) -> str
     later = {key: now[key] for key in (_POSITIONS, "keep")}  # older records lack them
     before = later | _record(Folders(dataset)).get("settings", now)
     before["pretrained"] = plain_path(before.get("pretrained"))
+    if dataset.start:  # whose positions `with_pretrained` adds where the file has none
+        before[_POSITIONS] = before.get(_POSITIONS) or dataset.start["train"].get(_POSITIONS)
     if flags is None:  # `with_pretrained` compares the model
         others |= {"pretrained"}
         before["subwords"] = before["subwords"][: len(now["subwords"])]
@@ -168,8 +170,7 @@ def _settings(dataset: Dataset, flags: Sequence[str]) -> dict[str, object]:
     settings |= {"shards": dataset.shards, "subwords": [*arguments(dataset.subwords), *flags]}
     settings |= {"pretrained": source_of(dataset), "new-languages": dataset.new_languages}
     settings |= {"add-subwords": dataset.add_subwords, "trim": dataset.trim}
-    own = None if source_of(dataset) else dataset.train.get(_POSITIONS)  # else the model's
-    settings |= {_POSITIONS: own, "keep": [*dataset.keep]}
+    settings |= {_POSITIONS: dataset.train.get(_POSITIONS), "keep": [*dataset.keep]}
     return settings | {"languages": dataset.codes}
 
 
@@ -213,7 +214,7 @@ def _text_of(dataset: Dataset, source: Path) -> Iterable[Path]:
 
 
 def _digests(source: Path, files: Iterable[Path]) -> dict[str, str]:
-    """A digest of each file's content, by its path in ``source``, which may be the file; others by name."""
+    """A digest of each file's content, by its path in ``source``; of files elsewhere by its name."""
     digests = {}
     for path in filter(Path.is_file, files):
         with open(path, "rb") as file:

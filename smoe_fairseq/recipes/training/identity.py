@@ -156,6 +156,7 @@ def other_settings(saved: dict, words: Sequence[str], processes: int, data: Path
         saved,
         of(saved["method"], data, words, processes) | {_TRAINED: limits(flag_values(words))},
     )
+    del both[1][_RANKS]  # which a study does not keep
     if not saved["dictionary"] or not data.exists():
         both[1]["dictionary"] = saved["dictionary"]
     left_out = {*_PRECISION, "--seed", "processes", "--fixed-dictionary"}
@@ -174,8 +175,8 @@ def differing(runs: Sequence[Path], left_out: Collection[str] = ()) -> list[str]
     saved = {run.name: each for run in runs if (each := record(run))}
     unended = [run for run, each in saved.items() if _TRAINED not in each]
     found = [f"the training of {' and '.join(unended)} has not ended"] if unended else []
-    if len({each.get(_TEXT) for each in saved.values()} - {None}) > 1:
-        found.append(f"{' and '.join(saved)} were trained on different text")
+    texts = {each[_TEXT]: run for run, each in saved.items() if each.get(_TEXT)}
+    found += [f"{' and '.join(texts.values())} have different training text"] * (len(texts) > 1)
     flags = {run: each["flags"] | each.get(_TRAINED, {}) for run, each in saved.items()}
     names = dict.fromkeys(name for own in flags.values() for name in own)
     left_out = {*left_out, "--seed", *(_LIMITS if unended else ())}
@@ -340,8 +341,7 @@ def _difference(saved: dict, own: dict, data: Path) -> str | None:
             parts.append(f"with other training text than that in {data} now")
         tokens, sentences = map(_WHOLE.format, _SIZES)
         # Other ranks round how many sentences a batch of tokens may have.
-        ranks = {saved.get(_RANKS), own.get(_RANKS)}
-        rounded = {sentences} if tokens in own["flags"] and len(ranks - {None}) > 1 else set()
+        is_rounded = tokens in own["flags"] and saved.get(_RANKS) != own.get(_RANKS)
         for name in {**own["flags"], **saved["flags"]}:
             before, after = (identity["flags"].get(name) for identity in (saved, own))
             old, new = (f"{name} {value}".strip() for value in (before, after))
@@ -351,7 +351,9 @@ def _difference(saved: dict, own: dict, data: Path) -> str | None:
                 parts.append(f"with {old}, which is not given now")
             elif name == STARTED and before != after:
                 parts.append(f"from another model than {data / MODEL} is now")
-            elif not _equal(name, before, after, 0.5 if name in rounded else TOLERANCE):
+            elif not _equal(
+                name, before, after, 0.5 if is_rounded and name == sentences else TOLERANCE
+            ):
                 parts.append(f"with {old}, not with {new}")
     return f"was started {'; and '.join(parts)}" if parts else None
 

@@ -242,7 +242,8 @@ def begin_log(file: Path, line: str) -> None:
 def validation_flags(dataset: Dataset, epochs: int = 0) -> Flags:
     """The flags of fairseq-train for the data set's ``validate``: by translations, or by the loss.
 
-    Validation that counts updates is also after a number of ``epochs``, as at the end of training.
+    Args:
+        epochs: validate after so many epochs, too, where ``every`` counts updates; 0: never.
     """
     if not (settings := dataset.validate):
         return {}
