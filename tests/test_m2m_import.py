@@ -344,6 +344,7 @@ def test_an_export_with_other_subwords_is_of_our_class(nllb, tmp_path, options):
     assert config["model_type"] == "smoe_transformer"
     ours = SMoETransformerModel.from_pretrained(tmp_path / "ours.pt")
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "exported")
+    tokenizer.src_lang, tokenizer.tgt_lang = "eng_Latn", "deu_Latn"
     for line in pretrained.lines(20, seed=8):
         expected = list(encoded(ours, line, ours.src_dict))
         assert tokenizer(line)["input_ids"][-len(expected) :] == expected
