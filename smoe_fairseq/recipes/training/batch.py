@@ -7,13 +7,7 @@ from pathlib import Path
 from smoe_fairseq.errors import UsageError
 from smoe_fairseq.recipes.datasets import Dataset
 from smoe_fairseq.recipes.folders import shard_folders
-from smoe_fairseq.recipes.program_flags import (
-    FAIRSEQ_POSITIONS,
-    Flags,
-    flag_values,
-    is_number,
-    value_of,
-)
+from smoe_fairseq.recipes.program_flags import FAIRSEQ_POSITIONS, Flags, flag_values, is_number
 
 TOLERANCE = 0.02  # of the tokens requested
 SIZES = ("max-tokens", "batch-size")  # of one forward pass on one rank, in tokens or in sentences
@@ -85,7 +79,7 @@ def plan_batch(
         UsageError: ``BATCH`` is neither a name nor a number, a flag is not a number, or the ranks cannot
             share the batch.
     """
-    frequencies = flag_values(extra).get("--update-freq", str(value_of(flags, "update-freq", 1)))
+    frequencies = flag_values(extra).get("--update-freq", str(flags.get("update-freq", 1)))
     name = dataset.settings.batch or ("paper" if "paper" in _named(dataset) else "")
     if not name and {",", "["} & set(frequencies):
         return None
@@ -101,8 +95,7 @@ def plan_batch(
     unit = next((unit for unit, size in sizes.items() if size), None)
     if unit is None:
         return None
-    frequency = typed["update-freq"] or int(value_of(flags, "update-freq", 1))
-    size = int(sizes[unit])
+    size, frequency = int(sizes[unit]), typed["update-freq"] or int(flags.get("update-freq", 1))
     if typed["update-freq"] or ranks == 1:
         return Batch(unit, ranks * size * frequency, ranks, size, frequency)
     batch = _divide(unit, size * frequency, size, ranks, least if unit == "max-tokens" else 1)

@@ -193,7 +193,8 @@ def plan(
     """The launch of a method's training, the words of ``fairseq-train``, and comments on them."""
     if method == PRETRAINED:
         raise UsageError(f"{method} is the model before training; expected a method, such as dense")
-    typed, own = flag_values(flags), dataset.train | method_flags(method, dataset)
+    typed, of_method = flag_values(flags), method_flags(method, dataset)
+    own = dataset.train | of_method
 
     def number(flag: str) -> int:
         value = str(typed.get(f"--{flag}", own.get(flag)))
@@ -203,8 +204,8 @@ def plan(
     # By the loss at the end of each epoch, this schedule lowers the rate.
     is_plateau = typed.get("--lr-scheduler", own.get("lr-scheduler")) == "reduce_lr_on_plateau"
     validation = validation_flags(dataset, 1 if is_plateau else number("max-epoch"))
-    recipe = dataset.train | validation | method_flags(method, dataset)
-    recipe |= {"seed": seed_of(dataset)}
+    recipe = dataset.train | validation | of_method | {"seed": seed_of(dataset)}
+    recipe = {flag: value for flag, value in recipe.items() if value is not None}
     if typed.get("--criterion", recipe.get("criterion")) != CRITERION:
         recipe.pop("save-interval-minutes", None)  # a flag of ours
     updates, interval = number("max-update"), number("log-interval")
@@ -269,7 +270,7 @@ def _adapt_flags(
 ) -> tuple[Flags, list[str], list[str]]:
     """The recipe's and the user's flags, adapted to launch, batch and precision; and comments."""
     flags, extra, notes = recipe | launch.flags(), list(extra), []
-    flags["ddp-backend"] = value_of(recipe, "ddp-backend", flags.get("ddp-backend"))
+    flags |= {name: recipe[name] for name in recipe.keys() & {"ddp-backend"}}
     if not launch.cpu:
         flags.setdefault("num-workers", GPU_WORKERS)
     if launch.cpu and launch.gpus:
