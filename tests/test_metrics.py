@@ -92,6 +92,10 @@ def test_directions_have_their_tokenizers(dry, monkeypatch):
             | {"validate-interval-updates": "11", "save-interval-updates": "11", "patience": "3"}
             | {"validate-interval": "1000000"},
         ),
+        (
+            {"sentences": None, "metric": None, "every": 11},  # null is as if not set
+            {"validate-sentences": "200", "best-checkpoint-metric": "chrf"},
+        ),
     ],
 )
 def test_settings_of_validation_by_translations(dry, settings, expected):
@@ -107,6 +111,13 @@ def test_settings_of_validation_by_translations(dry, settings, expected):
         (words,) = commands(dry("train", "own", "moe", *typed), "fairseq-train")
         every = flag_values(words).get("--validate-interval")
         assert every == (expected if "every" in settings else None)
+
+
+@pytest.mark.parametrize("name", ["patience", "save-interval-updates"])
+def test_flags_that_two_sections_set_are_refused(dry, name):
+    validate = {"metric": "chrf", "every": 10, "patience": 3}
+    said = dry("train", "own", "moe", validate=validate, train={**TRAIN, name: 20})
+    refused(said, "own.yaml", f"train.{name}", "`validate`")
 
 
 def test_the_mean_of_the_last_checkpoints(dry, tmp_path):

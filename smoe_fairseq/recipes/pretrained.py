@@ -8,6 +8,7 @@ from pathlib import Path
 from smoe_fairseq.errors import UsageError, quietly
 from smoe_fairseq.flags import flag_of
 from smoe_fairseq.forms import read_json
+from smoe_fairseq.recipes.config_files import SCHEMA, read
 from smoe_fairseq.recipes.datasets import Dataset
 from smoe_fairseq.recipes.folders import Folders
 from smoe_fairseq.recipes.program_flags import Flags, arguments, flag_values, value_of
@@ -53,7 +54,8 @@ def with_pretrained(dataset: Dataset, binary: Path | None = None) -> Dataset:
         binary: the folder of binarised text; by default the data set's.
 
     Raises:
-        UsageError: it was prepared without the given model or with another, or its file sets an architecture.
+        UsageError: it was prepared without the given model or with another, or its file sets an architecture
+            or other language tokens than the model's.
     """
     binary = binary or Folders(dataset).binary
     if not (binary / RECORD).exists():
@@ -64,14 +66,20 @@ def with_pretrained(dataset: Dataset, binary: Path | None = None) -> Dataset:
     record = {"experts": DENSE} | read_json(binary / RECORD, _FORM)
     given, before = dataset.settings.pretrained and source_of(dataset), record["source"]
     if not given:
-        given, before = dataset.pretrained, record.get("named", before)
-    if given and plain_path(given) != plain_path(before):
+        given = dataset.pretrained
+        before = record.get("named", before if given else None)
+    if plain_path(given) != plain_path(before):
         fault = f"{binary} was prepared with `pretrained: {record['source']}`"
-        raise UsageError(f"{fault}, not {plain_path(given)}: delete it to prepare it again")
+        now = f"not {plain_path(given)}" if given else f"which {dataset.file} lacks now"
+        raise UsageError(f"{fault}, {now}: delete it to prepare it again")
     if value_of(dataset.train, "arch", "smoe_transformer") != "smoe_transformer":
         raise UsageError(
             f"{dataset.file}: `train.arch`: leave it out; the model is that of {record['source']}"
         )
+    for name, value in read(dataset.file, SCHEMA).get("task", {}).items():
+        if (value or None) != (kept := record["task"].get(name, value) or None):
+            fault = f"{dataset.file}: `task.{name}`: {record['source']} has {kept}"
+            raise UsageError(f"{fault}, not {value}; leave it out")
     places = {} if record["experts"] == DENSE else record["experts"]  # which layers have experts
     places = {name: freq for name, freq in places.items() if name.endswith("moe-freq")}
     # Others than the model's are refused in training (`check_options`).

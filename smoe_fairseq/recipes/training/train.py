@@ -11,6 +11,7 @@ from smoe_fairseq.errors import UsageError, quietly
 from smoe_fairseq.files import open_plain
 from smoe_fairseq.plugins import imported
 from smoe_fairseq.recipes import pretrained
+from smoe_fairseq.recipes.config_files import SCHEMA, read
 from smoe_fairseq.recipes.data.prepare import changed_setting
 from smoe_fairseq.recipes.datasets import Dataset, naming_settings
 from smoe_fairseq.recipes.folders import Folders, package_folder, run_name, seed_of
@@ -245,8 +246,12 @@ def validation_flags(dataset: Dataset, epochs: int = 0) -> Flags:
 
     Args:
         epochs: validate after so many epochs, too, where ``every`` counts updates; 0: never.
+
+    Raises:
+        UsageError: the file sets one of them otherwise in ``train``.
     """
-    if not (settings := dataset.validate):
+    settings = {key: value for key, value in dataset.validate.items() if value is not None}
+    if not settings:
         return {}
     flags = {
         "validate-interval-updates": settings.get("every"),
@@ -262,7 +267,12 @@ def validation_flags(dataset: Dataset, epochs: int = 0) -> Flags:
             "best-checkpoint-metric": settings.get("metric", "chrf"),
             "maximize-best-checkpoint-metric": settings.get("metric") != "ter",
         }
-    return {name: value for name, value in flags.items() if value is not None}
+    flags = {name: value for name, value in flags.items() if value is not None}
+    for name, value in read(dataset.file, SCHEMA).get("train", {}).items():
+        if value is not None and value != flags.get(name, value):
+            fault = f"{dataset.file}: `train.{name}` is {value}; by `validate` it is {flags[name]}"
+            raise UsageError(f"{fault}: expected it in `validate` alone")
+    return flags
 
 
 def _adapt_flags(
