@@ -649,6 +649,7 @@ def test_scores_of_another_checkpoint_are_noted(tmp_path, kind):
     name, contents = f"checkpoint_{which.replace(':', '_')}.pt", fingerprints(run, which)
     change_scores(run, checkpoint=name, contents=contents)
     again = "scored: run scripts/evaluate.sh m4 moe --seed 3"
+    again += " --checkpoint average:1" if kind == "averaged" else ""
     shutil.copyfile(part, tmp_path / "copy")  # without its times
     shutil.move(tmp_path / "copy", part)
     assert again not in table(tmp_path, "m4").stdout
@@ -656,7 +657,7 @@ def test_scores_of_another_checkpoint_are_noted(tmp_path, kind):
     torch.save({"model": {"w": torch.ones(1)}}, part)
     os.utime(part, ns=(before.st_atime_ns, before.st_mtime_ns))
     assert part.stat().st_size == before.st_size
-    (note,) = [x for x in table(tmp_path, "m4").stdout.splitlines() if again in x]
+    (note,) = [x for x in table(tmp_path, "m4").stdout.splitlines() if x.endswith(again)]
     assert name in note
     part.unlink()  # to have room on the disk
     assert again not in table(tmp_path, "m4").stdout

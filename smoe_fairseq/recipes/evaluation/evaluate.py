@@ -39,10 +39,14 @@ from smoe_fairseq.recipes.training.launcher import plan_launch
 
 
 def again(dataset: Dataset, run: str) -> str:
-    """The advice to score a run again."""
-    seed = run_seed(run)
+    """The advice to score a run again, by the same checkpoint."""
+    seed, which = run_seed(run), ""
     advice = f"run scripts/evaluate.sh {dataset.name} {run_method(run)}"
-    return advice if seed is None else f"{advice} --seed {seed}"
+    advice += f" --seed {seed}" if seed is not None else ""
+    with suppress(UsageError):  # not scored
+        which, _ = scores.checkpoint_of(Folders(dataset).runs / run)
+    is_other = run != PRETRAINED and which not in ("", dataset.checkpoint)
+    return f"{advice} --checkpoint {which}" if is_other else advice
 
 
 def state_notes(dataset: Dataset, run: str) -> list[str]:

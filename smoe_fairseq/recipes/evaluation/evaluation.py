@@ -115,7 +115,9 @@ class Evaluation:
         if again := ", ".join(
             d for d in texts if d not in same and any(map(Path.exists, texts[d]))
         ):
-            print(f"# {again}: another checkpoint or search translated it before; again now")
+            print(
+                f"# {again}: another checkpoint, search or source text was translated before; again now"
+            )
         if folder == self.complete:
             shutil.rmtree(self.partial, ignore_errors=True)
         for direction in same:
