@@ -314,6 +314,21 @@ def test_a_run_with_other_language_tokens(from_experts, prepared, tmp_path):
     assert "[fr]" in words and "__fr__" not in words and words[-1] == "<mask>"
 
 
+def test_a_run_whose_dictionary_is_another_now(from_experts, prepared, tmp_path):
+    """Its text was prepared again, with as many subwords: the rows of its embeddings belong to others."""
+    folder, settings = from_experts
+    place = shutil.copytree(prepared / "data/tiny/bin", tmp_path / "bin")
+    (place / "dict.sha256").unlink(missing_ok=True)
+    for file in place.glob("dict*.txt"):
+        first, second, *rest = file.read_text().splitlines(keepends=True)
+        file.write_text("".join([second, first, *rest]))
+    source = shutil.copy(folder / "smoe-2-2/checkpoint_best.pt", place)
+    settings = settings | {"RAW": str(prepared / "text"), "DATA_DIR": str(tmp_path)}
+    said = step_here("prepare", "mine", cwd=folder, PRETRAINED=str(source), **settings)
+    refused(said, "pretrained: ", "dict")
+    assert not (tmp_path / "mine/bin").exists()
+
+
 def test_a_model_that_was_trained_further_since_is_told(from_experts, tmp_path):
     folder, settings = from_experts
     shutil.copytree(folder / "data", tmp_path / "data")

@@ -19,7 +19,7 @@ from smoe_fairseq.checkpoints.model import (
     with_model_options,
 )
 from smoe_fairseq.checkpoints.reading import open_checkpoint, values_of
-from smoe_fairseq.checkpoints.trained_with import DICTIONARIES, checksum
+from smoe_fairseq.checkpoints.trained_with import DICTIONARIES, checksum, dictionary_mismatch
 from smoe_fairseq.checkpoints.upcycle import OF_A_RUN, size_flags
 from smoe_fairseq.checkpoints.vocabulary import Vocabulary
 from smoe_fairseq.errors import UsageError, nearest, quietly
@@ -198,6 +198,9 @@ def _vocabulary(checkpoint: Path, state: dict, task: dict) -> tuple[Vocabulary, 
     dictionary, style = Dictionary.load(str(first)), task.get("lang_tok_style") or "multilingual"
     specs = task.get("langtoks_specs") or ["main"]
     augment_dictionary(dictionary, task["langs"], style, specs, task.get("extra_data"))
+    own = Namespace(dicts=dict.fromkeys(task["langs"], dictionary))
+    if mismatch := dictionary_mismatch(checkpoint, state, own):
+        raise UsageError(mismatch)
     return Vocabulary(state["model"], dictionary.symbols, read_plain(subwords)), style
 
 
