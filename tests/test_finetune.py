@@ -314,18 +314,19 @@ def test_a_run_with_other_language_tokens(from_experts, prepared, tmp_path):
     assert "[fr]" in words and "__fr__" not in words and words[-1] == "<mask>"
 
 
-def test_a_run_whose_dictionary_is_another_now(from_experts, prepared, tmp_path):
-    """Its text was prepared again, with as many subwords: the rows of its embeddings belong to others."""
+@pytest.mark.parametrize("added", [0, 1])
+def test_a_run_whose_dictionary_is_another_now(from_experts, prepared, tmp_path, added):
+    """Its text was prepared again: the rows of its embeddings belong to other subwords."""
     folder, settings = from_experts
     place = shutil.copytree(prepared / "data/tiny/bin", tmp_path / "bin")
     (place / "dict.sha256").unlink(missing_ok=True)
     for file in place.glob("dict*.txt"):
         first, second, *rest = file.read_text().splitlines(keepends=True)
-        file.write_text("".join([second, first, *rest]))
+        file.write_text("".join([second, first, *rest, *["another 1\n"] * added]))
     source = shutil.copy(folder / "smoe-2-2/checkpoint_best.pt", place)
     settings = settings | {"RAW": str(prepared / "text"), "DATA_DIR": str(tmp_path)}
     said = step_here("prepare", "mine", cwd=folder, PRETRAINED=str(source), **settings)
-    refused(said, "pretrained: ", "dict")
+    refused(said, "pretrained: ", tmp_path / "bin/dict.")
     assert not (tmp_path / "mine/bin").exists()
 
 

@@ -201,7 +201,12 @@ def _vocabulary(checkpoint: Path, state: dict, task: dict) -> tuple[Vocabulary, 
     own = Namespace(dicts=dict.fromkeys(task["langs"], dictionary))
     if mismatch := dictionary_mismatch(checkpoint, state, own):
         raise UsageError(mismatch)
-    return Vocabulary(state["model"], dictionary.symbols, read_plain(subwords)), style
+    try:
+        return Vocabulary(state["model"], dictionary.symbols, read_plain(subwords)), style
+    except UsageError as error:
+        raise UsageError(
+            f"{checkpoint} was trained with another dictionary than {first}: {error}"
+        ) from None
 
 
 def _lines(dataset: Dataset, raw: Path) -> Iterator[tuple[str, str]]:
