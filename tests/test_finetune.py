@@ -82,13 +82,15 @@ def translations(checkpoint: Path, text: list[str], source: str, target: str) ->
 
 
 def test_more_subwords_split_other_languages_as_before(tmp_path):
-    """Letters that both have stay bytes."""
+    """Letters that both have stay bytes. A table of experts grows with the embeddings."""
     options = {"vocab_size": 700, "character_coverage": 0.98, "byte_fallback": True}
     file = pretrained.write_subwords(tmp_path, **options)
     before = read_subwords(file)
     pieces = [before.id_to_piece(i) for i in range(3, before.get_piece_size())]
     symbols = ["<s>", "<pad>", "</s>", "<unk>", *pieces]
+    table = "encoder.layers.1.moe.gates.0.table"
     weights = {"encoder.embed_tokens.weight": torch.randn(len(symbols), 4)}
+    weights[table] = torch.arange(len(symbols))
     vocabulary = Vocabulary(weights, symbols, file.read_bytes())
     others = pretrained.lines(100)
     added = vocabulary.add_pieces([f"{line[::-1]} ŋ" for line in others], others, 20)
@@ -96,6 +98,13 @@ def test_more_subwords_split_other_languages_as_before(tmp_path):
     now = read_subwords(file)
     assert "ŋ" in added and any(len(piece) > 2 for piece in added)
     assert all(before.encode(line) == now.encode(line) for line in others)
+    of_added = vocabulary.weights[table][len(symbols) :].tolist()
+    assert len(of_added) == len(added) and 0 <= min(of_added) <= max(of_added) < len(symbols)
+    piece = max(added, key=len)  # of the first piece that it replaces
+    assert piece.startswith(symbols[of_added[added.index(piece)]])
+    vocabulary.trim(added)
+    kept = [symbols.index(word) for word in vocabulary.symbols if word in symbols]
+    assert vocabulary.weights[table][: len(kept)].tolist() == kept
 
 
 @pytest.mark.parametrize("trim", [False, True])

@@ -119,7 +119,11 @@ def test_the_curve_of_a_run(tmp_path, monkeypatch):
     start = ["--finetune-from-model", "/away/multi30k/x.pt", "--max-update", "25"]
     about = tmp_path / "results/multi30k/moe/run.json"  # of a run there, with its own text
     about.write_text(json.dumps(result.about | {"flags": {start[0]: "runs/multi30k/x.pt"}}))
-    assert study_results.are_saved(elsewhere, "moe", start, 1)
+    narrow = replace(elsewhere, sacrebleu=elsewhere.sacrebleu | {"width": 1})
+    assert study_results.are_saved(narrow, "moe", start, 1)
+    for other in ({"validate": {"metric": "chrf"}}, {"sacrebleu": {"tokenize": "char"}}):
+        with pytest.raises(UsageError, match=f"`{min(other)}`"):
+            study_results.are_saved(replace(elsewhere, **other), "moe", start, 1)
     assert result.about["updates"] == 25 and result.about["versions"].keys() >= {"torch", "fairseq"}
 
 

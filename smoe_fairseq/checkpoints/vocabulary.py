@@ -5,6 +5,7 @@ dimension of the embeddings.
 """
 
 import heapq
+import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
@@ -21,6 +22,7 @@ _EMBEDDINGS = (
     "decoder.embed_tokens.weight",
     "decoder.output_projection.weight",
 )
+_TABLE = re.compile(r".+\.gates\.\d+\.table")  # the expert of each word (`HashGate`)
 _LONGEST = 16  # letters of a piece, as sentencepiece learns by default
 _LATER = 1.0  # by how much a new piece of a unigram model scores above the pieces that it replaces
 
@@ -39,7 +41,7 @@ class Vocabulary:
 
     def __init__(self, weights: Mapping[str, Tensor], symbols: Sequence[str], subwords: bytes):
         self.weights, self.symbols, self.subwords = dict(weights), list(symbols), subwords
-        for name in filter(weights.__contains__, _EMBEDDINGS):
+        for name in self._by_word():
             if len(weights[name]) != len(symbols):
                 raise UsageError(
                     f"{name} has {len(weights[name]):,} rows, and the dictionary {len(symbols):,} words"
@@ -51,22 +53,28 @@ class Vocabulary:
         tensors = (self.weights[name] for name in _EMBEDDINGS if name in self.weights)
         return sum({memory_key(t): t.numel() * t.element_size() for t in tensors}.values())
 
+    def _by_word(self) -> list[str]:
+        """The names of the tensors that have a row per word."""
+        return [name for name in self.weights if name in _EMBEDDINGS or _TABLE.fullmatch(name)]
+
     def _change(self, change: Callable[[Tensor], Tensor]) -> None:
-        """Apply a function to the embeddings (V, D); tied ones stay tied."""
+        """Apply a function to the embeddings (V, D) and tables of experts (V,); tied ones stay tied."""
         changed = {}
-        for name in filter(self.weights.__contains__, _EMBEDDINGS):
+        for name in self._by_word():
             tensor = self.weights[name]
             key = memory_key(tensor)
             changed.setdefault(key, (tensor, change(tensor)))  # the old one keeps its address
             self.weights[name] = changed[key][1]
 
     def _append(self, parts: Mapping[str, Sequence[str]]) -> None:
-        """Append words, whose embeddings are the means of those of their parts."""
+        """Append words: embeddings are the means of those of their parts, the expert is that of the first."""
         row = {symbol: i for i, symbol in enumerate(self.symbols)}
         unknown = row["<unk>"]
         rows = [[row.get(part, unknown) for part in each] or [unknown] for each in parts.values()]
 
         def grown(tensor: Tensor) -> Tensor:
+            if tensor.dim() == 1:
+                return torch.cat([tensor, tensor[[each[0] for each in rows]]])
             means = [tensor[each].float().mean(0).to(tensor.dtype) for each in rows]
             return torch.cat([tensor, torch.stack(means)])
 

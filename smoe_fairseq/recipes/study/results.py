@@ -46,7 +46,7 @@ COLUMNS = ("update", "training_nll", "validation_nll", EXPERTS, "words", "second
 MIN_COUNT = 10  # minimum occurrences of a token to use its mean requested capacity
 _ABOUT = {"command": str, "commit": str, "machine": str, "versions": dict, "updates": int}
 _ABOUT |= {"flags?": {str: str}, "dictionary?": (None, str), "limits?": (None, {str: str})}
-_ABOUT |= {"kept_loss?": (None, float), "vocabulary?": (None, int)}
+_ABOUT |= {"kept_loss?": (None, float), "vocabulary?": (None, int), "settings?": dict}
 
 
 def folder_of(dataset: Dataset) -> Path:
@@ -123,10 +123,22 @@ def are_saved(dataset: Dataset, name: str, words: Sequence[str], processes: int)
     difference = identity.other_settings(saved, words, processes, data)
     if difference is None and (flags := scores.other_search(dataset, folder)):
         difference = f"was evaluated with {flags}"
+    own = _settings(dataset)
+    if other := [key for key, value in about.get("settings", own).items() if own.get(key) != value]:
+        difference = difference or f"was made with other `{other[0]}` in {dataset.file}"
     if difference:
         advice = "set --results-dir and --run-dir to other folders for a study with other settings"
         raise UsageError(f"{folder} {difference}: {advice}")
     return True
+
+
+def _settings(dataset: Dataset) -> dict[str, dict]:
+    """What decides which checkpoint is the best, and how translations are scored."""
+    settings = {"validate": dataset.validate, "sacrebleu": dataset.sacrebleu}
+    return {
+        key: {name: v for name, v in values.items() if v is not None and name != "width"}
+        for key, values in settings.items()
+    }
 
 
 def save(dataset: Dataset, name: str, line: str) -> None:
@@ -153,6 +165,7 @@ def save(dataset: Dataset, name: str, line: str) -> None:
         "dictionary": own.get("dictionary"),
         "vocabulary": vocab_size(dataset),
         "limits": limits,
+        "settings": _settings(dataset),
         **summarize_starts(run),
         "versions": {p: version(p) for p in ("torch", "fairseq", "sacrebleu")},
         "python": platform.python_version(),
