@@ -184,6 +184,14 @@ def load_dataset(name: str, settings: Settings | None = None) -> Dataset:
     codes = values["codes"] = values.pop("languages")
     for key in ("pairs", "keep"):
         values[key] = tuple(translated(pair, codes) for pair in merged[key])
+    by_code = {}
+    for own in dict.fromkeys(
+        code for pair in merged["pairs"] + merged["keep"] for code in pair.split("-")
+    ):
+        by_code.setdefault(codes.get(own, own), []).append(own)
+    if twice := [code for code, own in by_code.items() if len(own) > 1]:
+        found = f"{' and '.join(by_code[twice[0]])} are both {twice[0]}"
+        raise UsageError(f"{path}: `languages`: {found}; join their text, under one code")
     if wrong := [pair for pair in values["pairs"] if not _is_pair(pair)]:
         raise UsageError(f"{path}: `languages` makes the pair {wrong[0]}; expected two codes")
     for key, languages in merged["classes"].items():
