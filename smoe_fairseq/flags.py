@@ -21,6 +21,11 @@ def with_value(name: str, value) -> str:
     return flag_of(name) if value is True else f"{flag_of(name)} {value}"
 
 
+def values_of(part) -> Mapping:
+    """The settings in a part of a checkpoint's config, a mapping or a namespace; else empty."""
+    return part if isinstance(part, Mapping) else getattr(part, "__dict__", {})
+
+
 def differing_flags(before: Mapping, now: Mapping) -> dict[str, str]:
     """The flags that set the options of ``before``, where ``now`` has other values."""
     differing = [name for name in before if (before[name] or None) != (now[name] or None)]

@@ -17,9 +17,9 @@ from fairseq.tasks.language_modeling import LanguageModelingTask
 from fairseq.utils import move_to_cuda, resolve_max_positions, split_paths
 from torch import nn
 
-from smoe_fairseq.checkpoints.reading import open_checkpoint, values_of
+from smoe_fairseq.checkpoints.reading import open_checkpoint
 from smoe_fairseq.errors import UsageError, naming_file
-from smoe_fairseq.flags import add_flag, positive
+from smoe_fairseq.flags import add_flag, positive, values_of
 from smoe_fairseq.languages import meant
 from smoe_fairseq.models.transformer import moe_blocks
 from smoe_fairseq.modules.routing import Capacity

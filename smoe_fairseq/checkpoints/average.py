@@ -14,6 +14,7 @@ from smoe_fairseq.checkpoints import reading, sets, trained_with
 from smoe_fairseq.checkpoints.content import MADE_OF, fingerprint
 from smoe_fairseq.compat.checkpoint_names import PENDING, files_read, rank_of, saved, set_name
 from smoe_fairseq.errors import UsageError
+from smoe_fairseq.flags import values_of
 from smoe_fairseq.models.options import SMoETransformerConfig
 from smoe_fairseq.translate.directions import other_flags
 
@@ -112,9 +113,7 @@ def _mean(total: Tensor, count: int, like: Tensor) -> Tensor:
 def _outline(state: Mapping) -> dict:
     """What all checkpoints have to share: tensors' shapes and types, settings and dictionaries."""
     cfg = state.get("cfg") or {}
-    options, common = (
-        reading.values_of(cfg.get(k) or state.get("args")) for k in ("model", "common")
-    )
+    options, common = (values_of(cfg.get(k) or state.get("args")) for k in ("model", "common"))
     return {
         "seed": common.get("seed"),
         "tensors": {n: f"{tuple(t.shape)} {t.dtype}" for n, t in state["model"].items()},

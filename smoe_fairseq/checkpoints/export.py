@@ -16,11 +16,11 @@ from fairseq.models import ARCH_CONFIG_REGISTRY
 from smoe_fairseq.checkpoints import sets
 from smoe_fairseq.checkpoints.huggingface import FILES, is_export, task_of, write_huggingface
 from smoe_fairseq.checkpoints.model import STOCK, model_values, transformer_options
-from smoe_fairseq.checkpoints.reading import values_of
 from smoe_fairseq.checkpoints.tensors import config_file, write_safetensors
 from smoe_fairseq.compat.checkpoint_names import files_read
 from smoe_fairseq.errors import UsageError, quietly
 from smoe_fairseq.files import whole_folder
+from smoe_fairseq.flags import values_of
 from smoe_fairseq.modules.activation import GATED
 from smoe_fairseq.translate.load import data_of, text_settings
 

@@ -31,12 +31,12 @@ from smoe_fairseq.checkpoints.reading import (
     Record,
     open_checkpoint,
     record_of,
-    values_of,
 )
 from smoe_fairseq.checkpoints.sets import OPTIMIZER, UNSET, check_tensors
 from smoe_fairseq.checkpoints.trained_with import DICTIONARIES
 from smoe_fairseq.compat.checkpoint_names import rank_file, rank_files, rank_of, set_name
 from smoe_fairseq.errors import UsageError
+from smoe_fairseq.flags import values_of
 from smoe_fairseq.models.options import SMoETransformerConfig
 from smoe_fairseq.modules.strata import Strata
 

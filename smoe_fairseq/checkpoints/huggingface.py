@@ -13,13 +13,14 @@ from torch import Tensor
 from smoe_fairseq.checkpoints import huggingface_m2m_export as m2m
 from smoe_fairseq.checkpoints.content import fingerprint
 from smoe_fairseq.checkpoints.model import LOSS_WEIGHTS, check_fit, known_options, plain_config
-from smoe_fairseq.checkpoints.reading import PLUGINS, saved_task, values_of
+from smoe_fairseq.checkpoints.reading import PLUGINS, saved_task
 from smoe_fairseq.checkpoints.sets import weights_of
 from smoe_fairseq.checkpoints.tensors import blocks, save_tensors, to_half, unique_tensors
 from smoe_fairseq.checkpoints.trained_with import dictionary_mismatch
 from smoe_fairseq.compat.patches_training import STOCK_LAYER_COPIES
 from smoe_fairseq.errors import UsageError
 from smoe_fairseq.files import read_plain, whole_folder
+from smoe_fairseq.flags import values_of
 from smoe_fairseq.forms import IDENTITY, SCORES, read_json
 from smoe_fairseq.models.options import SMoETransformerConfig
 from smoe_fairseq.modules.losses import parse_weights

@@ -10,9 +10,9 @@ from fairseq.data import Dictionary
 from fairseq.models import ARCH_CONFIG_REGISTRY, ARCH_MODEL_INV_REGISTRY
 from torch import Tensor
 
-from smoe_fairseq.checkpoints.reading import check_plugins, values_of
+from smoe_fairseq.checkpoints.reading import check_plugins
 from smoe_fairseq.errors import UsageError, naming_file
-from smoe_fairseq.flags import with_value
+from smoe_fairseq.flags import values_of, with_value
 from smoe_fairseq.models.checks import as_loaded
 from smoe_fairseq.models.options import SMoETransformerConfig
 from smoe_fairseq.models.transformer import SMoETransformerModel

@@ -9,9 +9,9 @@ from pathlib import Path
 from torch import Tensor
 
 from smoe_fairseq.checkpoints.huggingface_m2m_text import Files, data_files
-from smoe_fairseq.checkpoints.reading import values_of
 from smoe_fairseq.errors import UsageError
 from smoe_fairseq.files import read_plain, read_text
+from smoe_fairseq.flags import values_of
 from smoe_fairseq.subwords import SPECIAL, check_pieces
 
 _DICTIONARIES = ("model_dict.128k.txt", "dictionary.txt")  # of M2M-100, of NLLB-200

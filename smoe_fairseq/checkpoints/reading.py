@@ -14,6 +14,7 @@ from smoe_fairseq.compat.checkpoint_names import rank_file, rank_of, set_name
 from smoe_fairseq.compat.replacing import replaces
 from smoe_fairseq.compat.safe_load import InaccessibleCheckpoint, check_content, is_archive, reading
 from smoe_fairseq.errors import UsageError
+from smoe_fairseq.flags import values_of
 from smoe_fairseq.forms import Number, fault
 from smoe_fairseq.modules.parallel import Placement
 from smoe_fairseq.modules.registry import missing_plugin
@@ -119,11 +120,6 @@ def check_plugins(path: Path | str, state: Mapping) -> None:
     plugins = state.get(PLUGINS)
     if isinstance(plugins, Mapping) and (sentence := missing_plugin(plugins)):
         raise UsageError(f"{path}: {sentence}")
-
-
-def values_of(part) -> Mapping:
-    """The settings in a part of a checkpoint's config, a mapping or a namespace; else empty."""
-    return part if isinstance(part, Mapping) else getattr(part, "__dict__", {})
 
 
 def saved_task(state: Mapping) -> tuple[object, str | None]:

@@ -11,12 +11,11 @@ from smoe_fairseq.checkpoints.reading import (
     check_plugins,
     content_of,
     saved_task,
-    values_of,
 )
 from smoe_fairseq.compat.replacing import replaces
 from smoe_fairseq.compat.safe_load import evaluate
 from smoe_fairseq.errors import UsageError
-from smoe_fairseq.flags import differing_flags
+from smoe_fairseq.flags import differing_flags, values_of
 from smoe_fairseq.subwords import check_sum
 from smoe_fairseq.translate.directions import READING, other_flags
 

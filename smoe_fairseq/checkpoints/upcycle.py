@@ -23,10 +23,10 @@ from smoe_fairseq.checkpoints.model import (
     transformer_options,
     with_model_options,
 )
-from smoe_fairseq.checkpoints.reading import saved_task, values_of
+from smoe_fairseq.checkpoints.reading import saved_task
 from smoe_fairseq.compat.checkpoint_names import files_read
 from smoe_fairseq.errors import UsageError, quietly
-from smoe_fairseq.flags import flag_of, with_value
+from smoe_fairseq.flags import flag_of, values_of, with_value
 from smoe_fairseq.models.memory import check_fits
 from smoe_fairseq.models.options import SMoETransformerConfig, offer_gates
 from smoe_fairseq.modules.gates import GATES

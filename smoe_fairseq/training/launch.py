@@ -4,7 +4,6 @@ import inspect
 import logging
 import os
 import time
-from argparse import Namespace
 from collections.abc import Mapping
 from datetime import timedelta
 from importlib.util import find_spec
@@ -19,7 +18,7 @@ from smoe_fairseq.checkpoints import trained_with  # which may be the first to i
 from smoe_fairseq.compat.replacing import replaces
 from smoe_fairseq.ending import end_with_parent
 from smoe_fairseq.errors import UsageError, ends_with_sentence
-from smoe_fairseq.flags import flag_of
+from smoe_fairseq.flags import flag_of, values_of
 from smoe_fairseq.modules.gates import GATES
 from smoe_fairseq.training import screen
 
@@ -269,11 +268,9 @@ def _settings(cfg) -> dict[str, str]:
     for group in cfg.values():
         if OmegaConf.is_config(group):
             group = OmegaConf.to_container(group)
-        values = vars(group) if isinstance(group, Namespace) else group
-        if isinstance(values, dict):
-            for name, value in values.items():
-                if name not in MAY_DIFFER and not name.startswith("_"):
-                    settings.setdefault(flag_of(name), str(value))
+        for name, value in values_of(group).items():
+            if name not in MAY_DIFFER and not name.startswith("_"):
+                settings.setdefault(flag_of(name), str(value))
     return settings
 
 

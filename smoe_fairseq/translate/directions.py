@@ -8,7 +8,7 @@ from pathlib import Path
 from fairseq.utils import split_paths
 
 from smoe_fairseq.errors import UsageError
-from smoe_fairseq.flags import differing_flags, with_value
+from smoe_fairseq.flags import differing_flags, values_of, with_value
 from smoe_fairseq.languages import meant
 
 MULTILINGUAL = "translation_multi_simple_epoch"
@@ -116,10 +116,7 @@ def other_flags(saved, current) -> dict[str, str]:
 
     Empty if one of them is unknown.
     """
-    saved, current = (
-        each if isinstance(each, Mapping) else getattr(each, "__dict__", {})
-        for each in (saved, current)
-    )
+    saved, current = map(values_of, (saved, current))
     if not saved or not current:
         return {}
     names = ("langs", *sorted(LANGUAGE_TOKENS))

@@ -3,7 +3,6 @@
 import copy
 import glob
 import os
-from argparse import Namespace
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache, partial
@@ -20,6 +19,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from smoe_fairseq.errors import UsageError, naming_file
+from smoe_fairseq.flags import values_of
 from smoe_fairseq.forms import choice
 from smoe_fairseq.modules.config import MoEConfig, without_effect
 from smoe_fairseq.modules.strata import OptionError
@@ -94,7 +94,7 @@ def data_of(checkpoint: Path, saved: str, data: Path | str | None = None) -> str
 
 def text_settings(data: str, task) -> dict[str, str]:
     """The settings that name the folder ``data``, and the task's fixed dictionary and languages there."""
-    values = task if isinstance(task, Mapping) else vars(task)
+    values = values_of(task)
     folder, names = Path(split_paths(data)[0]), ("fixed_dictionary", "lang_dict")
     files = {name: folder / Path(values[name]).name for name in names if values.get(name)}
     return {"data": data} | {name: str(file) for name, file in files.items() if file.is_file()}
@@ -220,7 +220,7 @@ def check_names(config: Mapping, overrides: Mapping, flag: str = "") -> None:
 
     They are unknown, which fairseq ignores silently, or without effect beside the others of the model.
     """
-    parts = [_settings_of(part) for part in config.values()]
+    parts = map(values_of, config.values())
     known = {name: part for part in parts for name in part.keys()}
     for name in overrides:
         if name not in known:
@@ -234,12 +234,6 @@ def check_names(config: Mapping, overrides: Mapping, flag: str = "") -> None:
     for name, sentence in without_effect(options).items():
         if flags[name] in overrides:
             raise UsageError(f"{flag}{OptionError(sentence).named(flags)}")
-
-
-def _settings_of(part) -> Mapping:
-    if isinstance(part, Namespace):
-        return vars(part)
-    return part if isinstance(part, Mapping) else {}
 
 
 # Tasks whose models `Translator` does not load, and what to use instead.
@@ -320,7 +314,7 @@ class Translator(TrainedModel):
             )[0]
         direction = {"source_lang": source_lang, "target_lang": target_lang}
         if verbose or options.keys() - self._defaults().keys():
-            known = set(_settings_of(self.cfg.generation))
+            known = set(values_of(self.cfg.generation))
             self._check_options(
                 options, known - {"constraints"}
             )  # of the lines of fairseq-interactive

@@ -18,12 +18,13 @@ from smoe_fairseq.checkpoints.model import (
     transformer_options,
     with_model_options,
 )
-from smoe_fairseq.checkpoints.reading import open_checkpoint, values_of
+from smoe_fairseq.checkpoints.reading import open_checkpoint
 from smoe_fairseq.checkpoints.trained_with import DICTIONARIES, checksum, dictionary_mismatch
 from smoe_fairseq.checkpoints.upcycle import OF_A_RUN, size_flags
 from smoe_fairseq.checkpoints.vocabulary import Vocabulary
 from smoe_fairseq.errors import UsageError, nearest, quietly
 from smoe_fairseq.files import read_plain, whole_files
+from smoe_fairseq.flags import values_of
 from smoe_fairseq.forms import read_json
 from smoe_fairseq.languages import assign
 from smoe_fairseq.recipes.data import readers
