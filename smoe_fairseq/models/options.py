@@ -147,7 +147,6 @@ BLOCK_FLAGS |= {"hash_table": flag_of("moe_hash_table")}
 
 
 POSITIONS = 1024  # fairseq's default
-FORMER_NAMES = {"moe_norms": "smoe_norm"}  # of options in old checkpoints
 
 
 @dataclass
@@ -219,8 +218,7 @@ class DecoderOptions(MoEOptions):
 
     @classmethod
     def select(cls, values: Mapping) -> dict:
-        """The items of ``values`` that are options; former names become today's."""
-        values = {FORMER_NAMES.get(name, name): value for name, value in values.items()}
+        """The items of ``values`` that are options."""
         return {name: values[name] for name in cls.names() if name in values}
 
     @staticmethod
