@@ -9,10 +9,11 @@ import torch
 from commands import PLUGIN, changed, refused, run, smoe
 from test_expert_parallel import checkpoint, flags, furthest, whole
 
-from smoe_fairseq.checkpoints.sets import Shards, same_bits
+from smoe_fairseq.checkpoints.sets import Shards
 from smoe_fairseq.cli import main
 from smoe_fairseq.compat.checkpoint_names import rank_file
 from smoe_fairseq.errors import UsageError
+from smoe_fairseq.models.checks import same_bits
 from smoe_fairseq.recipes.training.reshard import reshard
 
 UPDATES = 2

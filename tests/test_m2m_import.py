@@ -12,7 +12,7 @@ import torch
 from commands import changed, load
 from test_expert_parallel_checkpoints import call, refusal
 
-from smoe_fairseq.checkpoints.sets import same_bits
+from smoe_fairseq.models.checks import same_bits
 from smoe_fairseq.models.transformer import SMoETransformerModel
 from smoe_fairseq.subwords import read_subwords
 from smoe_fairseq.translate.readout import encoded

@@ -8,8 +8,8 @@ from test_expert_parallel_checkpoints import call
 from test_model import make_batch, tiny
 
 from smoe_fairseq.checkpoints.reading import RECORD, Record
-from smoe_fairseq.checkpoints.sets import same_bits
 from smoe_fairseq.errors import UsageError
+from smoe_fairseq.models.checks import same_bits
 from smoe_fairseq.models.transformer import moe_blocks
 
 DEEP = ["--encoder-layers", "6", "--decoder-layers", "4"]  # MoE layers: 3 and 2

@@ -22,6 +22,7 @@ from smoe_fairseq.compat.checkpoint_names import (
 )
 from smoe_fairseq.errors import UsageError
 from smoe_fairseq.files import whole_file, whole_files
+from smoe_fairseq.models.checks import same_bits
 from smoe_fairseq.modules.parallel import Placement
 
 MOST_PROCESSES = 10_000
@@ -209,13 +210,6 @@ def _newest_set(files: list[Path]) -> list[Path]:
     ]
     newest = reading.newest_whole(choices)
     return files if newest is None else [choice[newest] for choice in choices]
-
-
-def same_bits(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors have the same type, shape and bits; NaNs compare equal."""
-    if one.shape != other.shape or one.dtype != other.dtype:
-        return False
-    return torch.equal(*(t.detach().reshape(-1).view(torch.uint8) for t in (one, other)))
 
 
 # Shared by all conversions: read the weights, check them, write one file.

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 
 import torch
+from torch import Tensor
 
 from smoe_fairseq.errors import UsageError
 from smoe_fairseq.flags import flag_of, with_value
@@ -230,7 +231,11 @@ def check_checkpoint(model, state_dict) -> None:
     own = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     loaded = {name: tuple(tensor.shape) for name, tensor in state_dict.items()}
     if own == loaded:
-        _check_shared(model, state_dict)
+        if names := shared_but_differing(model, state_dict):
+            raise UsageError(
+                f"the model shares {' and '.join(names)}, which differ in the checkpoint: expected equal "
+                "ones, or the flags of its training"
+            )
         return
     differing = [n for n in sorted({**own, **loaded}) if own.get(n) != loaded.get(n)]
     if all(".moe.experts." in n and n in own and n in loaded for n in differing):
@@ -260,14 +265,18 @@ def check_checkpoint(model, state_dict) -> None:
     )
 
 
-def _check_shared(model, state_dict) -> None:
-    """Raise UsageError if parameters that the model shares, such as embeddings, differ in a checkpoint."""
+def shared_but_differing(model, weights) -> tuple[str, str] | None:
+    """Two names of a parameter of the model, such as embeddings, whose values in a checkpoint differ."""
     first = {}
-    for name, tensor in model.named_parameters(remove_duplicate=False):
-        other = first.setdefault(id(tensor), name)
-        one, two = state_dict[other], state_dict[name]
-        if one.data_ptr() != two.data_ptr() and not one.equal(two):
-            raise UsageError(
-                f"the model shares {other} and {name}, which differ in the checkpoint: expected equal ones, "
-                "or the flags of its training"
-            )
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        other = first.setdefault(parameter, name)
+        if {name, other} <= weights.keys() and not same_bits(weights[other], weights[name]):
+            return other, name
+    return None
+
+
+def same_bits(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors have the same type, shape and bits; NaNs compare equal."""
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    return torch.equal(*(t.detach().reshape(-1).view(torch.uint8) for t in (one, other)))

@@ -2,15 +2,12 @@
 
 import os
 import time
-from collections.abc import Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
 from fairseq import checkpoint_utils
-from torch import Tensor, nn
 
 from smoe_fairseq.checkpoints import reading, trained_with
-from smoe_fairseq.checkpoints.sets import same_bits
 from smoe_fairseq.compat.checkpoint_names import (
     PENDING,
     pending,
@@ -21,6 +18,7 @@ from smoe_fairseq.compat.checkpoint_names import (
 )
 from smoe_fairseq.compat.replacing import replaces
 from smoe_fairseq.errors import UsageError
+from smoe_fairseq.models.checks import shared_but_differing
 from smoe_fairseq.models.transformer import first_block
 from smoe_fairseq.modules.parallel import Placement
 from smoe_fairseq.training import launch
@@ -189,7 +187,7 @@ def check_content(trainer, path: Path, reset_optimizer: bool) -> None:
         others = sorted(pairs - {*getattr(trainer.get_model(), "models", pairs)})
         if others and not reset_optimizer:
             message = f"{path} has models for {', '.join(others)}: expected --lang-pairs with them"
-        if names := _differing(trainer.get_model(), weights):
+        if names := shared_but_differing(trainer.get_model(), weights):
             flags = trained_with.flags_of_other_state(content, trainer.cfg)
             flags = " ".join(flag for flag in flags if "--share-" in flag)
             message = (
@@ -197,16 +195,6 @@ def check_content(trainer, path: Path, reset_optimizer: bool) -> None:
                 f"flags of its training{f' ({flags})' if flags else ''}"
             )
     launch.refuse_together(message)
-
-
-def _differing(model: nn.Module, weights: Mapping[str, Tensor]) -> tuple[str, str] | None:
-    """Two names of one parameter of the model, for which a checkpoint has different values."""
-    first = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        other = first.setdefault(parameter, name)
-        if {name, other} <= weights.keys() and not same_bits(weights[other], weights[name]):
-            return other, name
-    return None
 
 
 def _check_unsharded(trainer, path: Path) -> None:
