@@ -40,9 +40,8 @@ def activation(activation_fn: Activation) -> Callable[[Tensor], Tensor]:
     Raises:
         OptionError: there is no function of this name.
     """
-    is_name = isinstance(activation_fn, str)
     function = activation_fn
-    if is_name:
+    if isinstance(activation_fn, str):
         function = GATED.get(activation_fn) or getattr(F, activation_fn, None)
     if not callable(function):
         raise OptionError(

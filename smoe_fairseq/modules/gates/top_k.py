@@ -151,8 +151,7 @@ class TopKGate(LinearGate):
             score_TE = logits_TE.softmax(dim=-1)
             return own_TE, logits_TE, score_TE, score_TE
         score_TE = logits_TE.sigmoid()
-        sum_T1 = score_TE.sum(1, keepdim=True).clamp(min=torch.finfo(score_TE.dtype).tiny)
-        return own_TE, logits_TE, score_TE, score_TE / sum_T1
+        return own_TE, logits_TE, score_TE, normalize(score_TE)
 
     def logits(self, x_TD: Tensor) -> Tensor:
         """``(T, E + S + M)``, null experts last."""
@@ -197,4 +196,5 @@ class TopKGate(LinearGate):
 
 
 def normalize(weight_TK: Tensor) -> Tensor:
+    """Divided by their sum over a token's choices, or experts."""
     return weight_TK / weight_TK.sum(1, keepdim=True).clamp(min=torch.finfo(weight_TK.dtype).tiny)
