@@ -34,23 +34,17 @@ def routing_sums(
     """
     sums = {}
     for name, block in blocks.items():
-        top_k = block.choices
+        stats, zeros = ran.get(name), block.stratum_of_expert.new_zeros
         ordered = "top" if block.gates[0].ordered else "any"
-        key = f"moe_{ordered}{top_k} {name}"
-        if name in ran:
-            sums[key] = _table(block, ran[name])
-        else:
-            columns = 3 + 2 * top_k + block.strata.num_experts
-            sums[key] = block.stratum_of_expert.new_zeros(len(block.gates), columns)
+        columns = 3 + 2 * block.choices + block.strata.num_experts
+        key = f"moe_{ordered}{block.choices} {name}"
+        sums[key] = _table(block, stats) if stats else zeros(len(block.gates), columns)
         if numbers := block.stats_builder.num_observed:
-            none = block.stratum_of_expert.new_zeros(len(block.gates), numbers)
-            sums[f"{OBSERVED}{name}"] = ran[name].observed if name in ran else none
+            observed = stats.observed if stats else zeros(len(block.gates), numbers)
+            sums[f"{OBSERVED}{name}"] = observed
         if block.cmr is not None:
-            gates = [ran[name].cmr_gate_sum, ran[name].cmr_tokens] if name in ran else []
-            pair = [gate.detach().float() for gate in gates]
-            sums[f"{_CMR}{name}"] = (
-                torch.stack(pair) if pair else block.cmr.gate.weight.new_zeros(2)
-            )
+            pair = [stats.cmr_gate_sum, stats.cmr_tokens] if stats else [zeros(()), zeros(())]
+            sums[f"{_CMR}{name}"] = torch.stack(pair).detach().float()
     return sums
 
 
