@@ -21,9 +21,8 @@ from smoe_fairseq.training import launch
 
 logger = logging.getLogger(__name__)
 _DUE = 1  # less than any 128 + signal
-GRACE_SECONDS = (
-    2  # from the second signal until the process is ended from outside of its main thread
-)
+# From the second signal until the process is ended from outside of its main thread.
+GRACE_SECONDS = 2
 
 
 def end_by_parent(_) -> None:

@@ -105,11 +105,8 @@ def recover(folder: Path, place: Placement) -> None:
 
     A collective call. Files of a set for another number of ranks are not touched.
     """
-    own = [
-        set_name(file).name
-        for file in (folder.glob(f"*{PENDING}") if folder.is_dir() else ())
-        if rank_of(file) == place.rank
-    ]
+    files = folder.glob(f"*{PENDING}")
+    own = [set_name(file).name for file in files if rank_of(file) == place.rank]
     for name in sorted({name for names in launch.all_gather(own) for name in names}):
         file = rank_file(folder / name, place.rank)
         final = waiting = message = None
@@ -128,7 +125,7 @@ def recover(folder: Path, place: Placement) -> None:
             os.replace(pending(file), file)
         else:
             pending(file).unlink(missing_ok=True)
-    for partial in folder.glob(f"*-rank-{place.rank}.pt*.tmp") if folder.is_dir() else ():
+    for partial in folder.glob(f"*-rank-{place.rank}.pt*.tmp"):
         partial.unlink()
 
 
