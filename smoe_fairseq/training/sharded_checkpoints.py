@@ -222,10 +222,8 @@ def _check_sharded(trainer, path: Path, place) -> None:
     own = None  # a record, or an error message
     if path.exists():
         try:
-            own = (
-                reading.Record.of(reading.open_checkpoint(path))
-                or "it has no record of its experts"
-            )
+            record = reading.Record.of(reading.open_checkpoint(path), path)
+            own = record or f"{path}: it has no record of its experts"
         except UsageError as error:
             own = str(error)
     records = launch.all_gather((str(path), own))
@@ -234,7 +232,7 @@ def _check_sharded(trainer, path: Path, place) -> None:
         return _check_new_run(trainer, records[0][0])
     for file, record in records:
         if isinstance(record, str):
-            raise UsageError(record if file in record else f"{file}: {record}")
+            raise UsageError(record)
         _check_world_size(file, name, place, record)
     for file, record in records:
         if record is None:
