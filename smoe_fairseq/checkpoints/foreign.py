@@ -26,12 +26,7 @@ from smoe_fairseq.checkpoints.model import (
     with_model_options,
 )
 from smoe_fairseq.checkpoints.published import published_text
-from smoe_fairseq.checkpoints.reading import (
-    EXPECTED,
-    Record,
-    open_checkpoint,
-    record_of,
-)
+from smoe_fairseq.checkpoints.reading import EXPECTED, Record, open_checkpoint, record_of
 from smoe_fairseq.checkpoints.sets import OPTIMIZER, UNSET, check_tensors
 from smoe_fairseq.checkpoints.trained_with import DICTIONARIES
 from smoe_fairseq.compat.checkpoint_names import rank_file, rank_files, rank_of, set_name

@@ -6,12 +6,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from smoe_fairseq.checkpoints.reading import (
-    check_finite,
-    check_plugins,
-    content_of,
-    saved_task,
-)
+from smoe_fairseq.checkpoints.reading import check_finite, check_plugins, content_of, saved_task
 from smoe_fairseq.compat.replacing import replaces
 from smoe_fairseq.compat.safe_load import evaluate
 from smoe_fairseq.errors import UsageError
