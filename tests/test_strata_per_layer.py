@@ -95,9 +95,9 @@ def test_a_layer_that_cannot_be_spread_is_named(ranks, small_corpus, tmp_path):
     started.refused("--decoder-smoe-strata 3 with --expert-parallel: 3 experts cannot be spread")
 
 
-def test_a_record_from_before_says_the_same_of_all_layers():
+def test_a_record_names_the_layers_with_another_number_of_experts():
     state = {"save": "1", "num_updates": 3, "num_experts": 8, "world_size": 4, "rank": 0}
-    state["parameters"] = ["encoder.layers.1.moe.experts.w1"]
+    state |= {"parameters": ["encoder.layers.1.moe.experts.w1"], "other_layers": {}}
     name = "encoder.layers.1.moe.experts.w1 exp_avg"
     assert Record.of({RECORD: state}).placement(name, 4, 1).local == range(2, 4)
     state["other_layers"] = {"encoder.layers.1.moe": 4}

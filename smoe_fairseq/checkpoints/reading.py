@@ -3,7 +3,7 @@
 import copy
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -60,7 +60,7 @@ _LAYER = re.compile(r"\S+(?=\.experts\.)")
 _FROM_0, _FROM_1 = Number(0, whole=True), Number(1, whole=True)
 _RECORD = {
     **{"save": str, "num_updates": _FROM_0, "rank": _FROM_0, "parameters": [str]},
-    **{"num_experts": _FROM_1, "world_size": _FROM_1, "other_layers?": {str: _FROM_1}},
+    **{"num_experts": _FROM_1, "world_size": _FROM_1, "other_layers": {str: _FROM_1}},
 }
 
 
@@ -83,7 +83,7 @@ class Record:
     world_size: int
     rank: int
     parameters: list[str]
-    other_layers: Mapping[str, int] = field(default_factory=dict)
+    other_layers: Mapping[str, int]
 
     def placement(self, name: str, world_size: int, rank: int = 0) -> Placement:
         """The placement of the experts of the layer in a tensor's name."""
@@ -105,7 +105,7 @@ class Record:
         content = state.get(RECORD)
         if content is None:
             return None
-        if not fault(content, _RECORD) and content.keys() <= {f.name for f in fields(cls)}:
+        if not fault(content, _RECORD) and content.keys() <= _RECORD.keys():
             record = cls(**content)
             if record.rank < record.world_size:
                 return record
