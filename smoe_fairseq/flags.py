@@ -29,11 +29,11 @@ def values_of(part) -> Mapping:
 def differing_flags(before: Mapping, now: Mapping) -> dict[str, str]:
     """The flags that set the options of ``before``, where ``now`` has other values."""
     differing = [name for name in before if (before[name] or None) != (now[name] or None)]
-    return {name: _as_flag(name, before[name]) for name in differing}
+    return {name: as_flag(name, before[name]) for name in differing}
 
 
-def _as_flag(name: str, value) -> str:
-    """The flag that sets an option to a value."""
+def as_flag(name: str, value) -> str:
+    """The flag that sets an option to a value, which may be a list, or nothing: "no --flag"."""
     shown = ",".join(value) if isinstance(value, list) else value
     return with_value(name, shown) if value else f"no {flag_of(name)}"
 

@@ -26,7 +26,7 @@ from smoe_fairseq.checkpoints.model import (
 from smoe_fairseq.checkpoints.reading import saved_task
 from smoe_fairseq.compat.checkpoint_names import files_read
 from smoe_fairseq.errors import UsageError, quietly
-from smoe_fairseq.flags import flag_of, values_of, with_value
+from smoe_fairseq.flags import as_flag, flag_of, values_of, with_value
 from smoe_fairseq.models.memory import check_fits
 from smoe_fairseq.models.options import SMoETransformerConfig, offer_gates
 from smoe_fairseq.modules.gates import GATES
@@ -165,9 +165,8 @@ def run_upcycle(args: Namespace) -> None:
         state = upcycle(args.path, moe_options, args.noise)
         sets.write_converted(state, args.output, args.force)
     layers = sum(name.endswith(".moe.experts.w1") for name in state["model"])
-    sizes = size_flags(saved_options(Path(), state))
-    sizes = [f"--{name}" if value is True else f"--{name} {value}" for name, value in sizes.items()]
-    words = " ".join([*sizes, *(with_value(name, value) for name, value in moe_options.items())])
+    flags = [*size_flags(saved_options(Path(), state)).items(), *moe_options.items()]
+    words = " ".join(with_value(name, value) for name, value in flags)
     print(
         f"{args.output}: {layers} MoE layers, whose experts are copies of the FFNs of {args.path}"
     )
@@ -185,8 +184,7 @@ def _task_flags(state: Mapping) -> str:
     if name != "translation":
         several = ("langs", "lang_pairs", "encoder_langtok", "decoder_langtok")
         flags |= {each: task[each] for each in several if task.get(each)}
-    lists = {each: ",".join(x) if isinstance(x, list) else x for each, x in flags.items()}
-    return " ".join(with_value(each, value) for each, value in lists.items())
+    return " ".join(as_flag(each, value) for each, value in flags.items())
 
 
 def size_flags(options: Mapping, experts: bool = False) -> dict:
