@@ -20,7 +20,7 @@ from smoe_fairseq.checkpoints.reading import RECORD, Record
 from smoe_fairseq.compat.checkpoint_names import pending, rank_file
 from smoe_fairseq.criterions.metrics import on_host
 from smoe_fairseq.errors import UsageError, naming_file
-from smoe_fairseq.flags import flag_of
+from smoe_fairseq.flags import flag_of, values_of
 from smoe_fairseq.host_memory import keep_freed_memory
 from smoe_fairseq.models import transformer
 from smoe_fairseq.models.memory import same_batch
@@ -150,11 +150,8 @@ class SMoETrainer(Trainer):
             state[reading.PLUGINS] = plugins
         place = block.experts.placement
         state["cfg"] = cfg = copy.copy(state["cfg"])
-        cfg["model"] = model = copy.copy(cfg["model"])
-        if isinstance(model, dict):
-            model["expert_parallel"] = False
-        else:
-            model.expert_parallel = False
+        cfg["model"] = copy.copy(cfg["model"])  # a dictionary or a namespace
+        values_of(cfg["model"])["expert_parallel"] = False
         cfg["checkpoint"] = {**cfg["checkpoint"], "checkpoint_suffix": ""}
         parameters = [
             *self.get_model().named_parameters(),
