@@ -75,15 +75,12 @@ def log_routing(logging_outputs: list[dict]) -> None:
 
     def summed(prefix):
         keys = dict.fromkeys(k for log in logging_outputs for k in log if k.startswith(prefix))
-        return {
-            key.removeprefix(prefix): sum(log[key] for log in logging_outputs if key in log)
-            for key in keys
-        }
+        return {key: sum(log[key] for log in logging_outputs if key in log) for key in keys}
 
     cmr = summed(_CMR)
     layers = {}
     for key, table in summed("moe_").items():
-        if match := _BLOCK.fullmatch(f"moe_{key}"):
+        if match := _BLOCK.fullmatch(key):
             ordered, top_k, name = match.groups()
             layers[name] = [_Row.of(row, int(top_k), ordered == "top") for row in table.tolist()]
     if not layers:
