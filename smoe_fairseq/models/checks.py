@@ -153,7 +153,8 @@ def _number_faults(config: DecoderOptions) -> Iterator[str]:
     """On the range of each number, except for the block's options, which `MoEConfig` checks."""
     sizes = ("embed_dim", "ffn_embed_dim", "layers", "attention_heads")
     names = [f"{side}_{name}" for side in config.SIDES for name in sizes]
-    for name in (*names, *map(config.positions_option_of, config.SIDES)):
+    positions = {"encoder": "max_source_positions", "decoder": "max_target_positions"}
+    for name in (*names, *(positions[side] for side in config.SIDES)):
         value, most = getattr(config, name), MAX_SIZES.get(name.partition("_")[2], math.inf)
         if not 1 <= value <= most:
             yield f"{flag_of(name)} {value}: expected 1 to {most:,}"

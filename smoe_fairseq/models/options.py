@@ -221,11 +221,6 @@ class DecoderOptions(MoEOptions):
         """The items of ``values`` that are options."""
         return {name: values[name] for name in cls.names() if name in values}
 
-    @staticmethod
-    def positions_option_of(side: str) -> str:
-        """The option that limits the length of a sequence."""
-        return f"max_{'source' if side == 'encoder' else 'target'}_positions"
-
     def transformer(self) -> TransformerConfig:
         """The nested config that fairseq's transformer code reads."""
         dim = self.decoder_embed_dim
