@@ -73,7 +73,7 @@ class _EarlyEnd(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         message = record.getMessage()
         if message.startswith(("early stop", "Stopping training due to cumulative")):
-            _screen.end(message)
+            _screen.line(message, stays=True)
 
 
 def after_update(updates: int) -> None:
@@ -138,12 +138,12 @@ class Screen:
             left = (self.max_update - updates) * (now - start) / (updates - first)
             parts.append(f"{duration(left)} left")
         self.shown = (now, self.words)
-        self._line(" | ".join(parts), stays=not self.terminal)
+        self.line(" | ".join(parts), stays=not self.terminal)
 
     def validating(self, updates: int) -> None:
         """Show that a validation begins."""
         self.paused = time.monotonic()
-        self._line(f"{self._count(updates)} | validation begins", stays=not self.terminal)
+        self.line(f"{self._count(updates)} | validation begins", stays=not self.terminal)
 
     def saved(self, updates: int, value: float | None, best: float | None) -> None:
         """Show a checkpoint, with the validation metric if it was just computed."""
@@ -157,17 +157,14 @@ class Screen:
             )
             self.best = best
             parts.append(f"validation {self.metric} {value:.3f}{mark}")
-        self._line(" | ".join([*parts, "saved"]), stays=True)
-
-    def end(self, reason: str) -> None:
-        """Show why training ends before its last update."""
-        self._line(reason, stays=True)
+        self.line(" | ".join([*parts, "saved"]), stays=True)
 
     def _count(self, updates: int) -> str:
         of = f" of {self.max_update:,}" if self.max_update else ""
         return f"update {updates:,}{of}"
 
-    def _line(self, text: str, stays: bool) -> None:
+    def line(self, text: str, stays: bool) -> None:
+        """Show a line; unless it ``stays``, the next one replaces it in a terminal."""
         self._write((CLEAR if self.terminal else "") + f"  {text}" + ("\n" if stays else ""))
 
     def _write(self, text: str) -> None:
