@@ -113,6 +113,15 @@ def test_settings_of_validation_by_translations(dry, settings, expected):
         assert every == (expected if "every" in settings else None)
 
 
+@pytest.mark.parametrize("metric, maximize", [("loss", False), ("bleu", True)])
+def test_another_metric_than_that_of_the_file(dry, metric, maximize):
+    typed = ("--best-checkpoint-metric", metric)
+    (words,) = commands(dry("train", "own", "moe", *typed, validate={"every": 9}), "fairseq-train")
+    assert ("--maximize-best-checkpoint-metric" in words) == maximize
+    other = ("--criterion", "label_smoothed_cross_entropy")
+    refused(dry("train", "own", "moe", *other), "--criterion", "`validate`", "own.yaml")
+
+
 @pytest.mark.parametrize("name", ["patience", "save-interval-updates"])
 def test_flags_that_two_sections_set_are_refused(dry, name):
     validate = {"metric": "chrf", "every": 10, "patience": 3}

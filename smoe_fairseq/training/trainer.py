@@ -358,6 +358,8 @@ class SMoETrainer(Trainer):
         size, frequency = getattr(data, name) or 1, self.cfg.optimization.update_freq[0]
         if which:
             return f"try {flag_of(name)} {max(1, size // 2)}"
+        if size == 1:
+            return f"{flag_of(name)} 1 is the smallest; try --checkpoint-activations, or shorter sentences"
         size, frequency = same_batch(size, frequency, size // 2)
         return f"try {flag_of(name)} {size} --update-freq {frequency}, which is the same batch"
 

@@ -335,7 +335,8 @@ def _difference(saved: dict, own: dict, data: Path) -> str | None:
     if saved["method"] != own["method"]:
         parts.append(f"as {saved['method']}, not as {own['method']}")
     elif saved["dictionary"] != own["dictionary"]:
-        parts.append(f"with other dictionaries than those that are in {data} now")
+        missing = ", which is missing" * (not data.exists())
+        parts.append(f"with other dictionaries than those that are in {data} now{missing}")
     else:
         if None not in (was := saved.get(_TEXT), now := own.get(_TEXT)) and was != now:
             parts.append(f"with other training text than that in {data} now")

@@ -57,7 +57,8 @@ def reshard(folder: Path, ranks: int) -> None:
     if saved in (0, ranks):
         return
     if first.exists() or saved == 1:
-        record = Record.of(open_checkpoint(first if first.exists() else folder / LAST))
+        file = first if first.exists() else folder / LAST
+        record = Record.of(open_checkpoint(file), file)
         if record is None:
             return
         Shards.open(folder / LAST)  # raises UsageError for an incomplete set

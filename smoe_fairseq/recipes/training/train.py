@@ -207,8 +207,16 @@ def plan(
     validation = validation_flags(dataset, 1 if is_plateau else number("max-epoch"))
     recipe = dataset.train | validation | of_method | {"seed": seed_of(dataset)}
     recipe = {flag: value for flag, value in recipe.items() if value is not None}
-    if typed.get("--criterion", recipe.get("criterion")) != CRITERION:
+    metric = typed.get("--best-checkpoint-metric", of_method.get("best-checkpoint-metric"))
+    if metric and "maximize-best-checkpoint-metric" in validation:  # of the metric in `validate`
+        recipe["maximize-best-checkpoint-metric"] = metric in ("chrf", "bleu")
+    if (criterion := typed.get("--criterion", recipe.get("criterion"))) != CRITERION:
         recipe.pop("save-interval-minutes", None)  # a flag of ours
+        if "validate-sentences" in validation:
+            cause = f"`validate` of {dataset.file} translates, for which {CRITERION} is needed"
+            raise UsageError(
+                f"--criterion {criterion}: {cause}; expected `validate: {{metric: loss}}`"
+            )
     updates, interval = number("max-update"), number("log-interval")
     if 0 < updates < 10 * interval:
         recipe["log-interval"] = max(1, updates // 10)
