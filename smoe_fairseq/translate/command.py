@@ -149,8 +149,6 @@ def add_translate_arguments(parser: ArgumentParser) -> None:
 def run_translate(args: Namespace) -> None:
     if sys.stdin is None:
         raise UsageError("standard input is closed: expected text, a line for each translation")
-    if sys.stdout is None and args.output is None:
-        raise UsageError("standard output is closed: expected it open, or --output FILE")
     names = {each.name for each in fields(Options)} & vars(args).keys()
     options = Options(
         **{name: getattr(args, name) for name in names if getattr(args, name) is not None},
