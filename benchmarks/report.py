@@ -12,9 +12,8 @@ def main(folder: Path) -> None:
     names = ("block", "block-2-threads", "program")
     files = {name: folder / f"{name}.json" for name in names}
     runs = {name: json.loads(file.read_text()) for name, file in files.items() if file.exists()}
-    if (
-        len({run["cpu"] for name, run in runs.items() if name != "program"}) > 1
-    ):  # of another machine
+    cpus = {run["cpu"] for name, run in runs.items() if name != "program"}
+    if len(cpus) > 1:  # of another machine
         del runs["block-2-threads"]
     goals, parts = [], []
     for name, run in runs.items():

@@ -162,9 +162,8 @@ def _describe(form: Form) -> str:
 
 SCORES = {
     "checkpoint?": str,
-    "contents?": {
-        str: str
-    },  # fingerprints of the checkpoint, or of those that it was made of, by name
+    # Fingerprints of the checkpoint, or of those that it was made of, by name.
+    "contents?": {str: str},
     "generate?": str,
     "scores": {
         str: {

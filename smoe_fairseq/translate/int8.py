@@ -89,10 +89,8 @@ class Int8Linear(nn.Module):
         weight_OI = weight_OI.detach().float()
         scale_O = (weight_OI.abs().amax(1) / 127).clamp_(min=_TINY)
         self.packed = _packed((weight_OI / scale_O.unsqueeze(1)).round_().to(torch.int8))
-        self.scale_O, self.zeros_O = (
-            scale_O / levels(),
-            torch.zeros_like(scale_O, dtype=torch.int32),
-        )
+        self.scale_O = scale_O / levels()
+        self.zeros_O = torch.zeros_like(scale_O, dtype=torch.int32)
         self.bias_O = None if bias_O is None else bias_O.detach().float()
 
     def forward(self, x: Tensor) -> Tensor:
@@ -109,11 +107,9 @@ class Int8Linear(nn.Module):
         until = start + (end - start + STEP - 1) // STEP * STEP
         y_NO = _product(q_NI[start:until], levels() + 1, self.packed, self.scale_O, self.zeros_O)
         y_NO, scale_N1 = y_NO[: end - start], scale_N1[start:end]
-        return (
-            y_NO.mul_(scale_N1)
-            if self.bias_O is None
-            else torch.addcmul(self.bias_O, y_NO, scale_N1)
-        )
+        if self.bias_O is None:
+            return y_NO.mul_(scale_N1)
+        return torch.addcmul(self.bias_O, y_NO, scale_N1)
 
 
 def quantize(model: nn.Module) -> None:
