@@ -308,10 +308,7 @@ class Engine:
             "directions": self.directions,
             "languages": self.languages,
             "any_pair": self.any_pair,
-            "strata": {
-                name: list(block.strata.sizes) * block.strata.chain
-                for name, block in self.blocks.items()
-            },
+            "strata": {name: block.strata.own for name, block in self.blocks.items()},
             "max_tokens": self.max_tokens,
         }
 
@@ -396,7 +393,7 @@ def _side(side: SentenceSide) -> dict:
         "layers": [
             {
                 "name": block.name,
-                "strata": list(block.strata.sizes) * block.strata.chain,
+                "strata": block.strata.own,
                 "fixed_depth": block.strata.fixed_depth,
                 "first_experts": block.strata.first_experts,
                 "stops": [[_stop(stop) for stop in of_token] for of_token in of_block],
