@@ -42,10 +42,10 @@ def read_plain(path: Path | str, largest: int = MAX_BYTES) -> bytes:
         raise UsageError(f"{path} cannot be read: {error.strerror}") from None
 
 
-def read_text(path: Path | str, largest: int = MAX_BYTES) -> str:
+def read_text(path: Path | str) -> str:
     """The content of a plain file in UTF-8; raises UsageError as `read_plain`, or if it is not UTF-8."""
     try:
-        return read_plain(path, largest).decode("utf-8")
+        return read_plain(path).decode("utf-8")
     except UnicodeDecodeError as error:
         raise UsageError(f"{path} is not UTF-8 text: {error.reason}") from None
 
@@ -188,19 +188,15 @@ def _is_running(process: int) -> bool:
 
 
 @contextmanager
-def whole_file(
-    path: Path | str, called: str | None = None, parents: bool = False, **options: bool
-) -> Iterator[str]:
+def whole_file(path: Path | str, called: str | None = None, **options: bool) -> Iterator[str]:
     """`whole_files` for one path."""
-    with whole_files([path], called, parents, **options) as (partial,):
+    with whole_files([path], called, **options) as (partial,):
         yield partial
 
 
-def write_whole(
-    path: Path | str, content: str | bytes, called: str | None = None, replace: bool = True
-) -> None:
+def write_whole(path: Path | str, content: str | bytes, called: str | None = None) -> None:
     """Write a file (text as UTF-8) as `whole_files` does."""
-    with whole_file(path, called, replace=replace) as partial, open(partial, "wb") as file:
+    with whole_file(path, called) as partial, open(partial, "wb") as file:
         file.write(content.encode() if isinstance(content, str) else content)
 
 
