@@ -25,6 +25,7 @@ from fairseq.sequence_generator import SequenceGenerator
 from omegaconf import OmegaConf
 
 from benchmarks import timing
+from benchmarks.report import spread, table
 from smoe_fairseq import models  # noqa: F401  (registers the architectures)
 from smoe_fairseq.checkpoints.export import write_ctranslate2
 from smoe_fairseq.host_memory import keep_freed_memory
@@ -64,15 +65,12 @@ def main() -> None:
         over = [each for each in OVER if each in times]
         rounds = len(next(iter(times.values())))
         print(f"\n{sentences} sentences, {rounds} rounds, medians with quartiles\n")
-        print(f"| system | ms |{''.join(f' over {each} |' for each in over)}")
-        print("| --- |" + " --- |" * (1 + len(over)))
+        rows = []
         for name, seconds in times.items():
-            ratios = [timing.ratio(times, name, each) for each in over]
-            cells = [timing.summary([1000 * each for each in seconds]), *ratios]
-            formats = ["{median:.0f} ({low:.0f}-{high:.0f})"] + [
-                "{median:.2f} ({low:.2f}-{high:.2f})"
-            ] * len(over)
-            print(f"| {name} | " + " | ".join(f.format(**c) for f, c in zip(formats, cells)) + " |")
+            ms = timing.summary([1000 * each for each in seconds])
+            ratios = [spread(timing.ratio(times, name, each)) for each in over]
+            rows.append([name, f"{ms['median']:.0f} ({ms['low']:.0f}-{ms['high']:.0f})", *ratios])
+        print(table(["system", "ms", *(f"over {each}" for each in over)], rows))
 
 
 def systems(args, name: str) -> dict[int, dict[str, Callable[[], object]]]:
@@ -98,13 +96,11 @@ def systems(args, name: str) -> dict[int, dict[str, Callable[[], object]]]:
     calls = {}
     for compute_type, prepare in (("float32", pack), ("int8", quantize)):
         prepare(prepared := model())
-        calls[f"{name} {compute_type}"] = lambda sample, each=prepared: search.generate(
-            [each], sample
-        )
+        calls[f"{name} {compute_type}"] = partial(search.generate, [prepared])
     if name == "dense":
         plain = model()
         fairseq = SequenceGenerator([plain], task.target_dictionary, args.beam, **limits)
-        calls["fairseq float32"] = lambda sample: fairseq.generate([plain], sample)
+        calls["fairseq float32"] = partial(fairseq.generate, [plain])
         if is_installed("ctranslate2"):
             calls |= of_ctranslate2(args, plain, config, task.source_dictionary)
     samples = {number: {"src_tokens": tokens_BS[:number]} for number in args.sentences}
