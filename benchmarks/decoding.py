@@ -26,6 +26,7 @@ from omegaconf import OmegaConf
 
 from benchmarks import timing
 from benchmarks.report import spread, table
+from benchmarks.translation import ctranslate2_translators
 from smoe_fairseq import models  # noqa: F401  (registers the architectures)
 from smoe_fairseq.checkpoints.export import write_ctranslate2
 from smoe_fairseq.host_memory import keep_freed_memory
@@ -114,32 +115,25 @@ def systems(args, name: str) -> dict[int, dict[str, Callable[[], object]]]:
 
 def of_ctranslate2(args, model, config, dictionary) -> dict[str, Callable]:
     """CTranslate2 in float32 and int8 on a dense model."""
-    import ctranslate2
-
-    def contender(folder: Path, compute_type: str) -> Callable[[dict], object]:
-        translator = ctranslate2.Translator(
-            str(folder), compute_type=compute_type, intra_threads=args.threads
-        )
-
-        def call(sample):
-            rows = sample["net_input"]["src_tokens"].tolist()
-            return translator.translate_batch(
-                [[dictionary[i] for i in row[:-1]] for row in rows],
-                beam_size=args.beam,
-                max_batch_size=len(rows),
-                min_decoding_length=args.length,
-                max_decoding_length=args.length + 1,  # steps
-            )
-
-        return call
-
     with tempfile.TemporaryDirectory() as folder:
         for language in "ab":
             dictionary.save(f"{folder}/dict.{language}.txt")
         checkpoint, exported = Path(folder, "checkpoint.pt"), Path(folder, "model")
         torch.save({"cfg": OmegaConf.to_container(config), "model": model.state_dict()}, checkpoint)
         write_ctranslate2(checkpoint, exported, force=False, data=folder)
-        return {f"ctranslate2 {each}": contender(exported, each) for each in ("float32", "int8")}
+        translators = ctranslate2_translators(exported, args.threads)
+
+    def call(translator, sample):
+        rows = sample["net_input"]["src_tokens"].tolist()
+        return translator.translate_batch(
+            [[dictionary[i] for i in row[:-1]] for row in rows],
+            beam_size=args.beam,
+            max_batch_size=len(rows),
+            min_decoding_length=args.length,
+            max_decoding_length=args.length + 1,  # steps
+        )
+
+    return {name: partial(call, translator) for name, translator in translators.items()}
 
 
 def parse_args() -> argparse.Namespace:

@@ -104,32 +104,35 @@ def in_process(args, text: list[str], reference: list[str], source, target, fold
 
 def of_ctranslate2(args, model, text, prefix, options, folder: Path) -> dict[str, Callable]:
     """CTranslate2 in float32 and int8 on the same dense model."""
-    import ctranslate2
-
     from smoe_fairseq.checkpoints.export import write_ctranslate2
 
     write_ctranslate2(checkpoint_of(args.run), folder, force=False, data=args.data)
 
-    def contender(compute_type: str) -> Callable[[], list[str]]:
-        threads = torch.get_num_threads()
-        translator = ctranslate2.Translator(
-            str(folder), compute_type=compute_type, intra_threads=threads
+    def translate(translator) -> list[str]:
+        found = translator.translate_batch(
+            [[*prefix, *model.apply_bpe(line).split()] for line in text],
+            beam_size=BEAM,
+            max_batch_size=MAX_TOKENS,
+            batch_type="tokens",
+            min_decoding_length=options.min_len,
+            max_decoding_length=options.max_len_b + 1,  # steps
         )
+        return [model.remove_bpe(" ".join(each.hypotheses[0])) for each in found]
 
-        def translate() -> list[str]:
-            found = translator.translate_batch(
-                [[*prefix, *model.apply_bpe(line).split()] for line in text],
-                beam_size=BEAM,
-                max_batch_size=MAX_TOKENS,
-                batch_type="tokens",
-                min_decoding_length=options.min_len,
-                max_decoding_length=options.max_len_b + 1,  # steps
-            )
-            return [model.remove_bpe(" ".join(each.hypotheses[0])) for each in found]
+    translators = ctranslate2_translators(folder, torch.get_num_threads())
+    return {name: partial(translate, translator) for name, translator in translators.items()}
 
-        return translate
 
-    return {f"ctranslate2 {name}": contender(name) for name in ("float32", "int8")}
+def ctranslate2_translators(folder: Path, threads: int) -> dict[str, object]:
+    """CTranslate2 with an exported model, in float32 and int8."""
+    import ctranslate2
+
+    return {
+        f"ctranslate2 {kind}": ctranslate2.Translator(
+            str(folder), compute_type=kind, intra_threads=threads
+        )
+        for kind in ("float32", "int8")
+    }
 
 
 def of_transformers(args, text, source, target, limits, folder: Path) -> Callable[[], list[str]]:
