@@ -1,7 +1,6 @@
 """The page of ``smoe serve`` and its JSON interface."""
 
 import asyncio
-import logging
 import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
@@ -113,7 +112,6 @@ RETRY_AFTER = "1"  # seconds
 LINGER = 0.005  # seconds that a text waits for others
 LAST_BATCH = 1.0  # seconds for a batch whose results are no longer needed
 CLIENT_CLOSED = Response(status_code=499)  # never sent
-logger = logging.getLogger(__name__)
 
 
 class WebApp:
