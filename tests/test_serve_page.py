@@ -137,13 +137,13 @@ def test_flow_of_the_tokens(server, opened):
         flow = flows.nth(n)
         assert flow.locator(".strand").count() == len(CLASSES)
         for index, kind in enumerate(CLASSES):
-            experts = flow.locator(f".strand[data-token='{index}'] .expert").all_text_contents()
+            experts = flow.locator(".strand").nth(index).locator(".expert").all_text_contents()
             assert experts == [str(expert) for expert in ROUTES[kind].values()]
         heads = flow.locator(".head").all_text_contents()
         assert heads[1:-1:2] == [f"stratum {i}" for i in range(1, 5)] and heads[-1] == "out"
         assert heads[2:-1:2] == ["6/6", "3/6", "4/6", "3/6"]
     left = page.evaluate("scrollX")
-    flows.first.locator(".strand[data-token='2'] .expert").first.hover()
+    flows.first.locator(".strand").nth(2).locator(".expert").first.hover()
     assert page.locator(".token.chosen .piece").all_inner_texts() == ["aa1"]
     assert "choosing" in flows.first.get_attribute("class") and page.evaluate("scrollX") == left
 

@@ -45,10 +45,7 @@ export function flow(side, layer, most, width, chosen) {
   svg.append(shape("text", { class: "head", x: x(strata), y: 14 }, "out"));
 
   side.tokens.forEach((token, index) => {
-    const strand = shape("g", {
-      class: `strand level-${level(requested([layer], index), most)}`,
-      "data-token": index,
-    });
+    const strand = shape("g", { class: `strand level-${level(requested([layer], index), most)}` });
     const y = HEAD + (index + 0.5) * ROW;
     const stops = layer.stops[index];
     const way = path(stops, y, strata, x);
@@ -56,7 +53,7 @@ export function flow(side, layer, most, width, chosen) {
     const short = text.length > letters ? `${text.slice(0, letters - 1)}\u2026` : text;
     strand.append(
       shape("path", { class: "hit", d: way }),
-      shape("path", { class: "way", d: way }),
+      shape("path", { d: way }),
       shape("text", { class: "label", x: labels, y: y + 4 }, short),
     );
     for (const stop of stops) {
@@ -86,7 +83,5 @@ function path(stops, y, strata, x) {
 // Dims all strands except one; with null none.
 export function point(svg, index) {
   svg.classList.toggle("choosing", index !== null);
-  for (const strand of svg.querySelectorAll(".strand")) {
-    strand.classList.toggle("chosen", index !== null && strand.dataset.token === String(index));
-  }
+  svg.querySelectorAll(".strand").forEach((strand, each) => strand.classList.toggle("chosen", each === index));
 }

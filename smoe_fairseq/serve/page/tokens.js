@@ -41,7 +41,7 @@ export function level(value, most) {
   return most > 1 ? Math.round(((value - 1) / (most - 1)) * (LEVELS - 1)) : 0;
 }
 
-export function shortNumber(value) {
+function shortNumber(value) {
   return Number.isInteger(value) ? String(value) : value.toFixed(1);
 }
 
