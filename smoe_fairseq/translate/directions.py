@@ -1,7 +1,6 @@
 """The directions of a trained model: which languages it translates from and to, and how it is told them."""
 
 import copy
-from argparse import Namespace
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -68,9 +67,8 @@ def task_for(task, source: str | None, target: str | None, request: str | None =
         UsageError: the direction is unknown or ambiguous.
     """
     multilingual = is_multilingual(task)
-    options = task.cfg or task.args
     request = request or f"source_lang={source!r}, target_lang={target!r}"
-    pairs = [(options.source_lang, options.target_lang)]  # codes such as zh-CN have hyphens
+    pairs = [direction_of(task)]  # codes such as zh-CN have hyphens
     if multilingual:
         pairs = [tuple(pair.split("-")) for pair in task.lang_pairs]
     sides = [(*dict.fromkeys(side),) for side in zip(*pairs)]
@@ -93,7 +91,7 @@ def task_for(task, source: str | None, target: str | None, request: str | None =
     if not multilingual:
         return task
     task = copy.copy(task)  # calls for other directions may run at the same time
-    task.args = Namespace(**vars(options))
+    task.args = copy.copy(task.args)
     task.args.source_lang, task.args.target_lang = matches[0]
     dictionaries = task.data_manager.dicts  # of the languages of the training only
     by_side = (task.source_dictionary, task.target_dictionary)

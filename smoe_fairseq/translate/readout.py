@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from smoe_fairseq.errors import UsageError
+from smoe_fairseq.translate.directions import is_multilingual
 from smoe_fairseq.translate.sentences import join_sentences
 
 
@@ -126,7 +127,7 @@ class Readout:
         self.first = self.target.eos()  # the decoder's first token
         self.forced: list[int] = []  # first tokens of every translation
         self.hidden = {self.first}
-        if hasattr(task, "data_manager"):  # a multilingual task
+        if is_multilingual(task):
             spec = task.args.langtoks["main"][1]
             if spec:  # translations begin with the token of their language
                 language = task.data_manager.get_decoder_langtok(task.args.target_lang, spec)
