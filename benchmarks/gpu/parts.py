@@ -111,10 +111,10 @@ def plan(parts: Sequence[Part], seconds: float, cores: int | None = None) -> Ite
         seconds -= max(limits)
 
 
-def announce(parts: Sequence[Part], seconds: float, cores: int | None = None) -> str:
+def announce(parts: Sequence[Part], seconds: float) -> str:
     """What will run and for how long at most, a line per part."""
     lines = []
-    for part, limit in plan(parts, seconds, cores):
+    for part, limit in plan(parts, seconds):
         time_of = f"at most {limit:.0f} s" if limit else "in the time that the others leave"
         lines.append(f"  {part.name}: {part.about} ({time_of})")
     return "\n".join(lines)

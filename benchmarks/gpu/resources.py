@@ -27,9 +27,7 @@ TYPES |= {torch.int32: "i32", torch.int64: "i64", torch.bool: "i1"}
 COLUMNS = "| capability | block | tiles | shared memory, KiB | registers | spills, bytes |"
 
 
-def launches(
-    strata: str, half: torch.dtype, kind: str, shrink: int = 1, sizes=(1024, 4096)
-) -> dict:
+def launches(strata: str, half: torch.dtype, kind: str, shrink: int) -> dict:
     """Each kernel of a training pass, with its arguments; products by our own kernels and by torch."""
     found = {}
 
@@ -44,8 +42,8 @@ def launches(
     )
     with torch.device("meta"), autocast:
         for execution in ("fused", "fused-triton"):
-            block = StratifiedMoE(*sizes, strata, dropout=0.1, execution=execution).to(dtype)
-            fused.rehearse(block, torch.empty(1, sizes[0], dtype=dtype), note, shrink)
+            block = StratifiedMoE(1024, 4096, strata, dropout=0.1, execution=execution).to(dtype)
+            fused.rehearse(block, torch.empty(1, 1024, dtype=dtype), note, shrink)
     return found
 
 

@@ -142,10 +142,8 @@ class Watch:
 
     @contextmanager
     def _python(self) -> Iterator[None]:
-        profiler = cProfile.Profile()
-        profiler.enable()
-        yield
-        profiler.disable()
+        with cProfile.Profile() as profiler:
+            yield
         text = io.StringIO()
         for key in ("tottime", "cumtime"):
             pstats.Stats(profiler, stream=text).sort_stats(key).print_stats(45)
