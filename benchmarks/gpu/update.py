@@ -245,35 +245,30 @@ def decode(context: Context) -> Iterator[dict]:
         made = [*sizes, *flags, "--max-update", 1, "--no-save-optimizer-state"]
         runs.train(name, *made, tiny=context.tiny)
         words = ["--min-len", 20, "--batch-size", batch, *(["--fp16"] if sizes else [])]
-        text = runs.generate(name, *words, around=Clock().around)
+        text = runs.generate(name, *words, around=time_search)
         return {"ok": None, **json.loads(text.split(MARK)[1].splitlines()[0])}
 
     for name, flags in MODELS.items():
         yield attempt_fast(name, lambda n=name, f=flags: decoded(n, f))
 
 
-class Clock:
-    """Times fairseq's search in this process, from the second batch on."""
+def time_search(main: Callable[[], object]) -> None:
+    """Call ``main`` and print the speed of fairseq's search, from the second batch on, as JSON."""
+    from fairseq.tasks.fairseq_task import FairseqTask
 
-    def __init__(self):
-        self.batches: list[tuple[float, int, int]] = []  # seconds, sentences, tokens
+    original, batches = FairseqTask.inference_step, []  # seconds, sentences, tokens of each
 
-    def around(self, main: Callable[[], object]) -> None:
-        from fairseq.tasks.fairseq_task import FairseqTask
+    def inference_step(*arguments, **options):
+        start = time.perf_counter()
+        hypotheses = original(*arguments, **options)
+        tokens = sum(len(each[0]["tokens"]) for each in hypotheses)
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        batches.append((time.perf_counter() - start, len(hypotheses), tokens))
+        return hypotheses
 
-        original = FairseqTask.inference_step
-
-        def inference_step(*arguments, **options):
-            start = time.perf_counter()
-            hypotheses = original(*arguments, **options)
-            tokens = sum(len(each[0]["tokens"]) for each in hypotheses)
-            if torch.cuda.is_available():
-                torch.cuda.synchronize()
-            self.batches.append((time.perf_counter() - start, len(hypotheses), tokens))
-            return hypotheses
-
-        FairseqTask.inference_step = inference_step
-        main()
-        seconds, sentences, tokens = map(sum, zip(*self.batches[1:], strict=True))
-        found = {"tokens/s": tokens / seconds, "sentences": sentences, "seconds": seconds}
-        print(f"\n{MARK}{json.dumps(found)}", flush=True)
+    FairseqTask.inference_step = inference_step
+    main()
+    seconds, sentences, tokens = map(sum, zip(*batches[1:], strict=True))
+    found = {"tokens/s": tokens / seconds, "sentences": sentences, "seconds": seconds}
+    print(f"\n{MARK}{json.dumps(found)}", flush=True)
