@@ -4,6 +4,7 @@ import asyncio
 import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
+from functools import partial
 from pathlib import Path
 
 from starlette.applications import Starlette
@@ -139,12 +140,13 @@ class WebApp:
         Args:
             hosts: see `Guard`.
         """
+        files = {"/" if p.stem == "index" else f"/{p.name}": p for p in PAGE.iterdir()}
         routes = [
             Route("/languages", self.languages),
             Route("/health", self.health),
             Route("/metrics", self.metrics),
             Route("/translate", self.translate, methods=["POST"]),
-            *(Route("/" if p.stem == "index" else f"/{p.name}", _file(p)) for p in PAGE.iterdir()),
+            *(Route(name, partial(_file, path)) for name, path in files.items()),
         ]
         app = Starlette(
             routes=routes,
@@ -266,13 +268,9 @@ async def _disconnect(request: Request) -> None:
         pass
 
 
-def _file(path: Path):
-    """An endpoint for a file of the page."""
-
-    async def endpoint(request: Request) -> Response:
-        return FileResponse(path)
-
-    return endpoint
+async def _file(path: Path, request: Request) -> Response:
+    """A file of the page."""
+    return FileResponse(path)
 
 
 async def _http_error(request: Request, error: HTTPException) -> Response:
