@@ -49,14 +49,12 @@ function show(content, anchor) {
 
 // An article. `shown(side)` returns the layers to show of each side.
 export function sentence(number, routing, languages, most, shown) {
-  const article = element("article", { className: "sentence", ariaLabel: `Sentence ${number}` });
-  for (const [name, words, language] of [
-    ["encoder", "Source", languages.source],
-    ["decoder", "Translation", languages.target],
-  ]) {
-    article.append(sideOf(routing[name], words, language, most, shown(name)));
-  }
-  return article;
+  return element(
+    "article",
+    { className: "sentence", ariaLabel: `Sentence ${number}` },
+    sideOf(routing.encoder, "Source", languages.source, most, shown("encoder")),
+    sideOf(routing.decoder, "Translation", languages.target, most, shown("decoder")),
+  );
 }
 
 function sideOf(side, words, language, most, layers) {
