@@ -32,7 +32,7 @@ from smoe_fairseq.models import SMoETransformerModel
 from smoe_fairseq.translate.load import TrainedModel
 from smoe_fairseq.translate.readout import Hypothesis, Translation, joined
 from smoe_fairseq.translate.sentences import divide, split_sentences
-from smoe_fairseq.translate.text import BatchTranslator
+from smoe_fairseq.translate.text import BatchTranslator, Options
 from smoe_fairseq.translate.threads import in_threads
 
 SEARCH = {"beam": 2, "max_len_b": 10}  # as the recipe's evaluation was told
@@ -419,6 +419,17 @@ def test_one_direction_needs_no_other_word(two_updates, small_corpus):
     assert found == [expected[n] for n in numbers] and len(numbers) == 50
     with pytest.raises(UsageError, match="no such direction; expected one of src-tgt"):
         model.translate(["ax"], target_lang="src")
+
+
+def test_first_tokens_where_a_batch_begins_with_a_part_without_them(two_updates):
+    """The second part of a line, which is the longer one."""
+    model = SMoETransformerModel.from_pretrained(two_updates)
+    options = Options(beam=2, max_len_b=6, divide_above=3)
+    first = [model.tgt_dict.index("BY")]
+    (found,) = BatchTranslator(model).translate_batch(
+        ["ax. by cz dx"], options=options, prefixes=[first]
+    )
+    assert found.parts == 2 and found.hypotheses[0].tokens[0] == "BY"
 
 
 def test_runs_that_cannot_be_used(prepared, two_updates, tmp_path, monkeypatch):

@@ -149,7 +149,7 @@ class Readout:
             UsageError: the model lacks a token of ``text``, or it ends with a blank.
         """
         if own:
-            rows = [torch.tensor([*self.forced, *ids]) for ids in own]
+            rows = [torch.tensor([*self.forced, *ids], dtype=torch.long) for ids in own]
             return pad_sequence(rows, True, self.target.pad())
         if not text or not any(begins_B):
             return None
