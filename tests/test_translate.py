@@ -203,6 +203,8 @@ def test_text_as_it_comes(folder):
     found, _ = translate(folder, *words, text=odd)
     assert found.split("\n")[:2] == ["", ""] and found.count("\n") == 3
     assert translate(folder, *words, text="")[0] == ""
+    rows, _ = translate(folder, *words, "--sentences", "--nbest", 2, text="1 2 .\t3 4 .\n")
+    assert [row.count("\t") for row in rows.splitlines()] == [2, 2]
     assert translate(folder, *words, text="\u200b\n")[0] == "\n"  # a blank of no width
 
 

@@ -300,4 +300,5 @@ def _output_lines(line: int, translation: Translation, args: Namespace) -> Itera
         yield translation.hypotheses[0].text
     else:
         for hypothesis in translation.hypotheses:
-            yield f"{line}\t{hypothesis.score:.4f}\t{hypothesis.text}"
+            text = hypothesis.text.replace("\t", " ")  # between sentences
+            yield f"{line}\t{hypothesis.score:.4f}\t{text}"

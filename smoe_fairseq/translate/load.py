@@ -315,9 +315,8 @@ class Translator(TrainedModel):
         direction = {"source_lang": source_lang, "target_lang": target_lang}
         if verbose or options.keys() - self._defaults().keys():
             known = set(values_of(self.cfg.generation))
-            self._check_options(
-                options, known - {"constraints"}
-            )  # of the lines of fairseq-interactive
+            # fairseq-interactive reads constraints from its lines.
+            self._check_options(options, known - {"constraints"})
             if unused := [*sorted(options.keys() - known), *["int8"] * int8]:
                 raise UsageError(
                     f"{unused[0]}: expected it without verbose and options of fairseq alone"
