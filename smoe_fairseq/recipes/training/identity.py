@@ -152,19 +152,17 @@ def other_settings(saved: dict, words: Sequence[str], processes: int, data: Path
 
     The seed and the precision, which depends on the machine, are not compared.
     """
-    both = (
-        saved,
-        of(saved["method"], data, words, processes) | {_TRAINED: limits(flag_values(words))},
-    )
-    del both[1][_RANKS]  # which a study does not keep
+    own = of(saved["method"], data, words, processes)
+    del own[_RANKS]  # which a study does not keep
+    own[_TRAINED] = limits(flag_values(words))
     if not saved["dictionary"] or not data.exists():
-        both[1]["dictionary"] = saved["dictionary"]
+        own["dictionary"] = saved["dictionary"]
     left_out = {*_PRECISION, "--seed", "processes", "--fixed-dictionary"}
-    left_out |= {"--finetune-from-model"} if "--pretrained" in saved["flags"] else set()
-    for each in both:
+    left_out |= {"--finetune-from-model"} if STARTED in saved["flags"] else set()
+    for each in (saved, own):
         flags = each["flags"] | each[_TRAINED]
         each["flags"] = {name: value for name, value in flags.items() if name not in left_out}
-    return _difference(*both, data)
+    return _difference(saved, own, data)
 
 
 def differing(runs: Sequence[Path], left_out: Collection[str] = ()) -> list[str]:
@@ -213,8 +211,7 @@ def _join(folder: Path, own: dict, data: Path) -> None:
 
 def check(folder: Path, method: str, seed: int | None, data: Path) -> None:
     """Raise UsageError if a folder contains a run of another method, dictionary or (unless None) seed."""
-    if (folder / FILE).exists():
-        saved = _read(folder / FILE)
+    if saved := record(folder):
         flags = saved["flags"] | ({} if seed is None else {"--seed": str(seed)})
         own = {"method": method, "dictionary": _dictionary(data), "flags": flags}
         if difference := _difference(saved, own, data):
@@ -227,8 +224,8 @@ def finish(words: Sequence[str]) -> None:
     folder = Path(flags["--save-dir"])
     if folder in _joined or "--no-save" in flags or "--stop-time-hours" in flags:
         return  # for a joined folder, the machine that holds it writes
-    if (folder / FILE).exists():
-        _write(folder / FILE, _read(folder / FILE) | {_TRAINED: limits(flags)})
+    if saved := record(folder):
+        _write(folder / FILE, saved | {_TRAINED: limits(flags)})
 
 
 def is_saved(folder: Path) -> bool:
