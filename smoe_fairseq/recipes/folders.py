@@ -2,7 +2,6 @@
 
 import itertools
 import re
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,7 +22,6 @@ LEFT_OUT = "left_out.json"  # {pair: {read, kept, and a count for each fault}} o
 # In the folders of gathered and of binarised text: what it was made of.
 GATHERED, PREPARED = ".settings.json", "preparation.json"
 PARTIAL = ".partial"  # ends the name of a folder that is not complete
-# Checkpoints of epochs and of updates, perhaps of a rank's experts.
 _RUN = re.compile(r"(?P<method>.+)\.seed-(?P<seed>\d+)")
 
 
@@ -68,7 +66,7 @@ class Folders:
         """Sentencepiece model, dictionary and binarised text; exists only when complete."""
         return self.data / "bin"
 
-    def check_prepared(self, pairs: Iterable[str]) -> None:
+    def check_prepared(self) -> None:
         """Raise UsageError if a pair lacks binarised text for training or validation, or has other codes."""
         if not self.binary.exists():
             missing = f"{self.binary.absolute()} is missing"
@@ -76,7 +74,7 @@ class Folders:
         self.check_languages(self.binary / PREPARED)
         folder = shard_folders(self.binary)[0]
         again = f"delete {self.binary} and run scripts/prepare.sh {self.dataset} again"
-        for pair, split in itertools.product(pairs, ("train", "valid")):
+        for pair, split in itertools.product(self.dataset.pairs, ("train", "valid")):
             for language in pair.split("-"):
                 texts = [f"{split}.{order}.{language}.idx" for order in both_orders(pair)]
                 for names in ([f"dict.{language}.txt"], texts):
@@ -157,11 +155,8 @@ def whole_checkpoint(folder: Path, which: str) -> tuple[Path, tuple[str, ...]]:
     parts, whole = _parts(folder, which), checkpoint_file(folder, which)
     if parts != [whole]:
         average = command("smoe", "average", *parts, "--output", whole, "--force")
-        mkdir, comment = (
-            command("mkdir", "-p", whole.parent),
-            f"# the mean of {len(parts)} checkpoints",
-        )
-        preparation = (comment, mkdir, average)
+        comment = f"# the mean of {len(parts)} checkpoints"
+        preparation = (comment, command("mkdir", "-p", whole.parent), average)
     elif ranks := rank_files(whole):
         if whole.exists():
             both = f"{whole} and {next(iter(ranks.values()))}"

@@ -92,7 +92,7 @@ def _check_training(dataset: Dataset) -> None:
 def _is_prepared(dataset: Dataset, folders: Folders, flags: Sequence[str]) -> bool:
     if not folders.binary.exists():
         return False
-    folders.check_prepared(dataset.pairs)
+    folders.check_prepared()
     advice = "delete it to prepare it again"
     if changed := _changed(dataset, folders, flags):
         # Text that was gathered is used again, unless RAW names its source.

@@ -90,7 +90,7 @@ def study(dataset: Dataset, flags: Sequence[str]) -> None:
     runs = _runs(dataset, flags)
     folders, settings = Folders(dataset), dataset.settings
     if not settings.dry_run:
-        folders.check_prepared(dataset.pairs)
+        folders.check_prepared()
     slots = _slots(settings)
     as_one = replace(settings, flags=settings.flags | {"GPUS": slots[0]["GPUS"]})
     one = replace(dataset, settings=as_one)

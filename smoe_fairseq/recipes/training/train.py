@@ -60,7 +60,7 @@ def train(dataset: Dataset, method: str, flags: Sequence[str], force_resume: boo
         raise UsageError("torchrun: a recipe starts it itself; expected --gpus instead")
     folders = Folders(dataset)
     if not dataset.settings.dry_run:
-        folders.check_prepared(dataset.pairs)
+        folders.check_prepared()
         if changed := changed_setting(dataset):
             warn(f"{folders.binary} was prepared with other {changed}, and is trained on as it is")
     launch, words, notes = plan(dataset, method, flags)
