@@ -202,10 +202,7 @@ class _Place:
 
     def of_both(self, stems: Iterable[str]) -> Path | None:
         """A file that holds both languages and has one of the names; raises UsageError if several are."""
-        files = [*filter(None, (_existing(self.source / stem, READERS) for stem in stems))]
-        if len(files) > 1:
-            raise _both_match(*files)
-        return files[0] if files else None
+        return _existing(*(self.source / stem for stem in stems), endings=READERS)
 
     def pairs(self, before: str, by_meaning: bool) -> list[str]:
         """The names of the pair, in either order; by meaning those in names of files after ``before``."""
@@ -254,9 +251,9 @@ def _only_one(candidates: Iterable[ByLanguage]) -> dict[str, Path] | None:
     return complete[0] if complete else None
 
 
-def _existing(path: Path, endings: Iterable[str] = ("",)) -> Path | None:
+def _existing(*paths: Path, endings: Iterable[str] = ("",)) -> Path | None:
     """The file with one of the endings, plain or compressed; raises UsageError if there are several."""
-    names = (f"{path}{ending}{compressed}" for ending in endings for compressed in COMPRESSED)
+    names = map("".join, product(map(str, paths), endings, COMPRESSED))
     files = [*map(Path, filter(os.path.lexists, names))]
     if len(files) > 1:
         raise _both_match(*files)
