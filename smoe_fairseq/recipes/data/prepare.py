@@ -110,12 +110,8 @@ def _changed(dataset: Dataset, folders: Folders, flags: Sequence[str]) -> str | 
     if setting := changed_setting(dataset, flags):
         return setting
     now = _origin(dataset, folders, flags)
-    model = now["model"]
-    earlier = {name: identity.split()[0] for name, identity in model.items()}  # size of large files
-    if before.get("model", model) not in (model, earlier):
+    if before.get("model", now["model"]) != now["model"]:
         return "content of `pretrained`"
-    if "content" not in before:  # of an earlier version, which read the ends of files
-        return None
     for place, texts in now["content"].items():
         known = before["content"].get(place, {})
         if any(known.get(name) != digest for name, digest in texts.items()):
@@ -145,7 +141,7 @@ def changed_setting(dataset: Dataset, flags: Sequence[str] | None = None) -> str
 
 def _record(folders: Folders) -> dict[str, dict]:
     record = folders.binary / PREPARED
-    form = {"settings": dict, "content?": {str: {str: str}}, "model?": dict}
+    form = {"settings": dict, "content": {str: {str: str}}, "model?": dict}
     return read_json(record, form) if record.exists() else {}
 
 
@@ -273,7 +269,7 @@ def _prepare(dataset: Dataset, folders: Folders, flags: Sequence[str]) -> None:
             partial.mkdir()
             made_of = _origin(dataset, folders, flags, text)
             files.write_whole(record, json.dumps(made_of) + "\n")
-        run(_binarised(dataset, folders, text, partial, flags), dataset.settings)
+        run(_binarised(dataset, text, partial, flags), dataset.settings)
         run(_replaced(dataset, folders, text, partial), dataset.settings)
     except SystemExit as ended:
         if ended.code >= 128:
@@ -332,7 +328,7 @@ def _raw_text(
 
 
 def _binarised(
-    dataset: Dataset, folders: Folders, raw_text: Path, partial: Path, flags: Sequence[str]
+    dataset: Dataset, raw_text: Path, partial: Path, flags: Sequence[str]
 ) -> Iterator[str | Step]:
     text = partial / "text"
     yield f"# {dataset.name}: one sentencepiece model and dictionary for all languages"
