@@ -90,6 +90,11 @@ class Dataset:
         return tuple(order for pair in self.keep for order in both_orders(pair))
 
     @property
+    def all_directions(self) -> tuple[str, ...]:
+        """Those that are trained, then those that are only scored."""
+        return self.directions + self.kept_directions
+
+    @property
     def hub(self) -> str:
         """The language of most pairs, such as English: the first such one."""
         return Counter("-".join(self.pairs).split("-")).most_common(1)[0][0]

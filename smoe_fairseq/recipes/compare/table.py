@@ -133,11 +133,10 @@ def side_by_side(dataset: Dataset, metric: str = scores.BLEU) -> Grid:
         raise UsageError(f"{folder} holds no runs: run scripts/train.sh {dataset.name} METHOD")
     table = tables().get(dataset.name, {})
     paper = table.get("rows", {}) if metric == scores.BLEU else {}
-    paper_order = list(paper)
     names.sort(key=run_order)
     runs = {m: list(group) for m, group in itertools.groupby(names, key=run_method)}
-    methods = sorted(runs, key=lambda m: (paper_order.index(m) if m in paper else len(paper), m))
-    tests = scores.test_checksums(dataset, dataset.directions + dataset.kept_directions)
+    methods = [*(m for m in paper if m in runs), *(m for m in runs if m not in paper)]
+    tests = scores.test_checksums(dataset, dataset.all_directions)
     parts = columns(dataset, _tested(dataset, tests))
 
     rows, notes = [], []
@@ -151,7 +150,7 @@ def side_by_side(dataset: Dataset, metric: str = scores.BLEU) -> Grid:
         for kind, found in (("checkpoints or searches", searches), ("pretrained models", starts)):
             if len(found) > 1:
                 notes.append(f"{name}: seeds with different {kind} are not averaged")
-                mixed = {*dataset.directions, *dataset.kept_directions}
+                mixed = {*dataset.all_directions}
         usable = [Column(c.name, None) if mixed & {*(c.directions or ())} else c for c in parts]
         each = [[average(result, c, metric) for c in usable] for result in scored.values()]
         bleu = [_over_seeds(statistics.fmean, values) for values in zip(*each, strict=True)]

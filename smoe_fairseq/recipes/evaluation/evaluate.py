@@ -96,9 +96,7 @@ def evaluate(dataset: Dataset, method: str, flags: Sequence[str], checkpoint: st
     if dataset.start and method != PRETRAINED:
         _evaluate_pretrained(dataset, flags)
     externals = externals_of(dataset)
-    for direction in sorted(
-        {*dataset.directions, *dataset.kept_directions} - set(evaluation.directions)
-    ):
+    for direction in sorted({*dataset.all_directions} - {*evaluation.directions}):
         warn(f"{direction} has no test data in {Folders(dataset).raw} and is left out")
     run(evaluation.preparation, settings)
     with naming_settings(dataset, ["sacrebleu"]):
@@ -178,11 +176,10 @@ def plan(dataset: Dataset, method: str, flags: Sequence[str], which: str) -> Eva
 def _directions(dataset: Dataset, raw: Path) -> tuple[str, ...]:
     if not raw.exists():
         if dataset.settings.dry_run:
-            return dataset.directions + dataset.kept_directions
+            return dataset.all_directions
         raise UsageError(f"{raw} is missing: run scripts/prepare.sh {dataset.name} first")
     tested = check(dataset, raw, needed=())
-    directions = dataset.directions + dataset.kept_directions
-    directions = tuple(d for d in directions if dataset.pair_of(d) in tested)
+    directions = tuple(d for d in dataset.all_directions if dataset.pair_of(d) in tested)
     if not directions:
         pair = dataset.pairs[0]
         raise UsageError(f"{raw} has no test data (test.{pair}.{pair.split('-')[0]} and so on)")

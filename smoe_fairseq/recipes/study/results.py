@@ -226,8 +226,7 @@ def commands(dataset: Dataset, run: Path, strata: bool) -> list[str]:
     if strata:
         analyze = ["smoe", "analyze", Folders(dataset).binary_path(dataset.shards)]
         analyze += ["--path", checkpoint, "--gen-subset", "test", "--output", run / ANALYSIS]
-        pairs = ",".join(dataset.directions + dataset.kept_directions)
-        analyze += ["--lang-pairs", pairs] if dataset.keep else []
+        analyze += ["--lang-pairs", ",".join(dataset.all_directions)] if dataset.keep else []
         lines = [command("rm", "-rf", run / ANALYSIS), command(*analyze)]
     if dataset.keep:
         words = data_arguments(replace(dataset, pairs=dataset.keep, one_way=None))
