@@ -5,7 +5,6 @@ import sys
 from argparse import ArgumentParser, Namespace
 from functools import partial
 from pathlib import Path
-from typing import TextIO
 
 from torch import nn
 
@@ -54,16 +53,14 @@ def analyze_subset(
     return f"{args.output / 'report.html'}: the report; its folder has numbers and pictures"
 
 
-def analyze_sentence(
-    model: nn.Module, task, directions: list[str], text: str, folder: Path | None, stream: TextIO
-) -> str:
+def analyze_sentence(model: nn.Module, task, direction: str, text: str, folder: Path | None) -> str:
     """The output for one sentence in one direction, for a terminal; with ``folder`` also as a picture."""
-    sides = sentence.run_sentence(model, task, directions[0], text, inputs.folders(task)[0])
+    sides = sentence.run_sentence(model, task, direction, text, inputs.folders(task)[0])
     if folder is not None:
         with whole_folder(folder, called=f"--output {folder}") as partial:
             warn_of_missing(save(draw_sentence(sides), partial / "sentence"))
-    heading = "" if inputs.is_language_model(task) else f"{directions[0]}\n"
-    return heading + sentence.show(sides, sentence.wants_colour(stream))
+    heading = "" if inputs.is_language_model(task) else f"{direction}\n"
+    return heading + sentence.show(sides, sentence.wants_colour(sys.stdout))
 
 
 def _series(args: Namespace) -> dict:
@@ -149,5 +146,5 @@ def run_analyze(args: Namespace) -> None:
         if args.sentence is None:
             text = analyze_subset(model, task, directions, subset, args)
         else:
-            text = analyze_sentence(model, task, directions, args.sentence, args.output, sys.stdout)
+            text = analyze_sentence(model, task, directions[0], args.sentence, args.output)
     print(text)

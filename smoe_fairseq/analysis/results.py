@@ -57,9 +57,8 @@ def _prefix(folder: Path, languages: list[str], language: str) -> str | None:
     pairs = ("-".join(order) for order in (languages, reversed(languages)))
     names = [f"train.{pair}.{language}" for pair in pairs]
     for name in ["train"] if languages == [inputs.TEXT] else names:
-        prefix = folder / name
-        if prefix.with_name(f"{prefix.name}.idx").exists():
-            return str(prefix)
+        if (folder / f"{name}.idx").exists():
+            return str(folder / name)
     return None
 
 
