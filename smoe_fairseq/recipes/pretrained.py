@@ -33,8 +33,7 @@ VALIDATE = {"metric": "chrf", "sentences": 200, "every": 500, "patience": 5}
 
 def source_of(dataset: Dataset) -> str | None:
     """The run, checkpoint or folder of transformers to fine-tune: ``PRETRAINED``, else the data set's."""
-    given = dataset.settings.pretrained or dataset.pretrained
-    return plain_path(given)
+    return plain_path(dataset.settings.pretrained or dataset.pretrained)
 
 
 def plain_path(path: str | None) -> str | None:
@@ -64,13 +63,12 @@ def with_pretrained(dataset: Dataset, binary: Path | None = None) -> Dataset:
             raise UsageError(f"{binary} was prepared without `pretrained`: {advice}")
         return dataset
     record = {"experts": DENSE} | read_json(binary / RECORD, _FORM)
-    given, before = dataset.settings.pretrained and source_of(dataset), record["source"]
-    if not given:
-        given = dataset.pretrained
+    given, before = source_of(dataset), record["source"]
+    if not dataset.settings.pretrained:
         before = record.get("named", before if given else None)
-    if plain_path(given) != plain_path(before):
+    if given != plain_path(before):
         fault = f"{binary} was prepared with `pretrained: {record['source']}`"
-        now = f"not {plain_path(given)}" if given else f"which {dataset.file} lacks now"
+        now = f"not {given}" if given else f"which {dataset.file} lacks now"
         raise UsageError(f"{fault}, {now}: delete it to prepare it again")
     if value_of(dataset.train, "arch", "smoe_transformer") != "smoe_transformer":
         raise UsageError(

@@ -121,7 +121,7 @@ def print_table(dataset: Dataset, format: str, metric: str, compare: Sequence[st
         print("\n".join(grid.notes), file=sys.stderr)
 
 
-def side_by_side(dataset: Dataset, metric: str = scores.BLEU) -> Grid:
+def side_by_side(dataset: Dataset, metric: str) -> Grid:
     """A row for each method; for BLEU of the paper's systems, also the paper's numbers and the difference.
 
     Several seeds give a mean and a standard deviation. An average is missing if one of its directions is
@@ -254,6 +254,7 @@ def _notes(
     signatures = sorted({signature for _, signature in points.values()})
     notes = [f"{name}: {scores.label(metric)} {signature}" for signature in signatures]
     notes += state_notes(dataset, name)
+    advice = again(dataset, name)
     if result and not points:
         download = f"python -P -m smoe_fairseq.recipes tokenizer {scores.SPBLEU_TOKENIZER}"
         rest = {
@@ -262,15 +263,13 @@ def _notes(
             "TER": f", with `sacrebleu: {{metrics: [bleu, chrf, ter]}}` in {dataset.file}",
             "chrF": f", with `sacrebleu: {{chrf-word-order: 0}}` in {dataset.file}",
         }
-        advice = again(dataset, name) + rest.get(metric, "")
-        notes.append(f"{name}: was scored without {metric}: {advice}")
+        notes.append(f"{name}: was scored without {metric}: {advice}{rest.get(metric, '')}")
     elif missing:
         scored = f"{len(tested) - len(missing)} of {len(tested)} directions are scored"
-        advice = again(dataset, name)
         notes.append(f"{name}: {scored}, averages over missing ones are left out: {advice}")
     if different := scores.different_tests(result, now=tests):
         texts = f"another test set than that in {Folders(dataset).raw} ({', '.join(different)})"
-        notes.append(f"{name}: was scored on {texts}: {again(dataset, name)}")
+        notes.append(f"{name}: was scored on {texts}: {advice}")
     if not _are_comparable(points):
         notes.append(f"{name}: scores of different sacreBLEU signatures are not averaged")
     elif len(signatures) > 1:

@@ -33,9 +33,7 @@ class Section:
     stop: int | None = None
     hash_range: tuple[float, float] | None = None  # bounds of the `hash_position` of the first side
     elsewhere: Callable[[], Iterable[Pair]] | None = None  # yields the pairs, in place of files
-    codes: Mapping[str, str] = field(
-        default_factory=dict
-    )  # the files' names of languages (``raw.codes``)
+    codes: Mapping[str, str] = field(default_factory=dict)  # the files' codes (``raw.codes``)
     unquote: bool = False  # remove the quotes of spreadsheets
 
     @property

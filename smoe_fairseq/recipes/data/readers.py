@@ -273,7 +273,7 @@ def _translation_memory(path: Path, languages: Languages) -> Iterator[Pair]:
         yield tuple(None if each is None else tmx.text_of(each, path) for each in found)
 
 
-READERS: dict[str, Callable[[Path, Pair], Iterator[Pair]]] = {
+READERS: dict[str, Callable[[Path, Languages], Iterator[Pair]]] = {
     ".tsv": _tab_separated,
     ".jsonl": _json_lines,
     ".json": _json_lines,

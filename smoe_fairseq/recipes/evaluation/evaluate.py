@@ -272,10 +272,8 @@ def _check_model(evaluation: Evaluation) -> None:
 
 
 def _score(evaluation: Evaluation, direction: str) -> scores.Score:
-    """Write sacreBLEU's output for new translations."""
-    for file in evaluation.partial.glob(
-        f"{direction}.*json"
-    ):  # of an evaluation that was cut short
+    """Write sacreBLEU's output for new translations, in place of that of an evaluation that was cut short."""
+    for file in evaluation.partial.glob(f"{direction}.*json"):
         file.unlink()
     evaluation.add_scores(evaluation.partial, direction)
     return evaluation.score(evaluation.partial, direction)

@@ -171,9 +171,8 @@ def _work(left: list[Run], slots: dict[int, dict[str, str]]) -> list[Run]:
                     elif _save(run):
                         new = True
                         scored = scores.read(run.folder)
-                        mean = (
-                            f"BLEU {scores.mean_points(scored):.2f} over {len(scored)} directions"
-                        )
+                        bleu = f"BLEU {scores.mean_points(scored):.2f}"
+                        mean = f"{bleu} over {len(scored)} directions"
                         print(f"# {run.name}: {mean} ({count} of {len(left)} runs)", flush=True)
                         continue
                     failed.append(run)
