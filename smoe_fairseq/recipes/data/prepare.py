@@ -65,16 +65,16 @@ def prepare(dataset: Dataset, flags: Sequence[str] = ()) -> None:
             expected = "expected it with `pretrained`, or --pretrained"
             raise UsageError(f"{dataset.file}: `{key}`: {expected}")
     if dataset.settings.dry_run:
-        _prepare(dataset, folders, flags)
+        _prepare(dataset, flags)
         return
-    if _is_prepared(dataset, folders, flags):
+    if _is_prepared(dataset, flags):
         return
     _check_training(dataset)
     folders.data.mkdir(parents=True, exist_ok=True)
     locks.lock_folder(folders.data, locks.PREPARATION)
     try:
-        if not _is_prepared(dataset, folders, flags):  # by another process meanwhile
-            _prepare(dataset, folders, flags)
+        if not _is_prepared(dataset, flags):  # by another process meanwhile
+            _prepare(dataset, flags)
     finally:
         locks.unlock_folder(folders.data, locks.PREPARATION)
         with contextlib.suppress(OSError):
@@ -89,12 +89,13 @@ def _check_training(dataset: Dataset) -> None:
             parse_flags("fairseq-train", words)
 
 
-def _is_prepared(dataset: Dataset, folders: Folders, flags: Sequence[str]) -> bool:
+def _is_prepared(dataset: Dataset, flags: Sequence[str]) -> bool:
+    folders = Folders(dataset)
     if not folders.binary.exists():
         return False
     folders.check_prepared()
     advice = "delete it to prepare it again"
-    if changed := _changed(dataset, folders, flags):
+    if changed := _changed(dataset, flags):
         # Text that was gathered is used again, unless RAW names its source.
         if changed in ("`raw`", "`source`", "`clean`") and not dataset.settings.raw:
             advice = f"delete it and {folders.raw} to prepare it again"
@@ -103,13 +104,13 @@ def _is_prepared(dataset: Dataset, folders: Folders, flags: Sequence[str]) -> bo
     return True
 
 
-def _changed(dataset: Dataset, folders: Folders, flags: Sequence[str]) -> str | None:
+def _changed(dataset: Dataset, flags: Sequence[str]) -> str | None:
     """A setting or text that is not that of the binarised text; None if there is none, or no record."""
-    if not (before := _record(folders)):
+    if not (before := _record(dataset)):
         return None
     if setting := changed_setting(dataset, flags):
         return setting
-    now = _origin(dataset, folders, flags)
+    now = _origin(dataset, flags)
     if before.get("model", now["model"]) != now["model"]:
         return "content of `pretrained`"
     for place, texts in now["content"].items():
@@ -126,7 +127,7 @@ def changed_setting(dataset: Dataset, flags: Sequence[str] | None = None) -> str
     """
     now, others = _settings(dataset, flags or ()), {"languages"}  # that `check_prepared` compares
     later = {key: now[key] for key in (_POSITIONS, "keep")}  # older records lack them
-    before = later | _record(Folders(dataset)).get("settings", now)
+    before = later | _record(dataset).get("settings", now)
     before["pretrained"] = plain_path(before.get("pretrained"))
     if dataset.start:  # whose positions `with_pretrained` adds where the file has none
         before[_POSITIONS] = before.get(_POSITIONS) or dataset.start["train"].get(_POSITIONS)
@@ -139,21 +140,21 @@ def changed_setting(dataset: Dataset, flags: Sequence[str] | None = None) -> str
     return next((f"`{key}`" for key in sorted(changed)), None)
 
 
-def _record(folders: Folders) -> dict[str, dict]:
-    record = folders.binary / PREPARED
+def _record(dataset: Dataset) -> dict[str, dict]:
+    record = Folders(dataset).binary / PREPARED
     form = {"settings": dict, "content": {str: {str: str}}, "model?": dict}
     return read_json(record, form) if record.exists() else {}
 
 
 def _origin(
-    dataset: Dataset, folders: Folders, flags: Sequence[str], gathered: Path | None = None
+    dataset: Dataset, flags: Sequence[str], gathered: Path | None = None
 ) -> dict[str, dict]:
     """What binarised text is made of: settings, the `_digests` of the texts' files, and the pretrained model.
 
     With it alone an interrupted preparation continues. ``gathered`` has the text of ``raw/`` until that is
     replaced.
     """
-    gathered = gathered or folders.raw
+    gathered = gathered or Folders(dataset).raw
     text = {"raw/": _digests(gathered, raw.text_files(gathered, ",".join(dataset.all_pairs)))}
     if source := dataset.settings.raw:
         text["RAW"] = _digests(source, _text_of(dataset, source))
@@ -220,18 +221,18 @@ def _digests(source: Path, files: Iterable[Path]) -> dict[str, str]:
     return digests
 
 
-def _prepare(dataset: Dataset, folders: Folders, flags: Sequence[str]) -> None:
-    source, dry_run = dataset.settings.raw, dataset.settings.dry_run
+def _prepare(dataset: Dataset, flags: Sequence[str]) -> None:
+    folders, source, dry_run = Folders(dataset), dataset.settings.raw, dataset.settings.dry_run
     for one, other in spelled_twice(dataset.languages):
         warn(f"{one} and {other} are one language, and become two of the model: use one in `pairs`")
-    if archive := _archive(dataset, folders, source):
+    if archive := _archive(dataset):
         if flags:
             advice = "give --raw folder with text to learn others"
             raise UsageError(f"{' '.join(flags)}: {archive} comes with its subwords; {advice}")
         if dataset.clean:
             advice = "leave it out, or give --raw folder with text"
             raise UsageError(f"`clean`: {archive} is used as its authors binarised it; {advice}")
-        run(_adopted(dataset, folders, archive, source), dataset.settings)
+        run(_adopted(dataset, archive), dataset.settings)
         return
     if source and not source.is_dir() and not dataset.raw.get("messages") and not dry_run:
         unpack = ": unpack it, and give the folder" * source.is_file()
@@ -249,7 +250,7 @@ def _prepare(dataset: Dataset, folders: Folders, flags: Sequence[str]) -> None:
     text, tested = replacing if replacing.exists() else folders.raw, dataset.pairs
     record = partial / _UNFINISHED
     kept, continues = False, not dry_run and record.exists()
-    continues = continues and read_json(record) == _origin(dataset, folders, flags, text)
+    continues = continues and read_json(record) == _origin(dataset, flags, text)
     try:
         if continues:
             print(f"# {dataset.name}: an interrupted preparation continues", flush=True)
@@ -260,17 +261,17 @@ def _prepare(dataset: Dataset, folders: Folders, flags: Sequence[str]) -> None:
             if source or not text.exists():
                 if text.exists():  # it stays until all that replaces it is complete
                     text = replacing
-                run(_raw_text(dataset, folders, source, text), dataset.settings)
+                run(_raw_text(dataset, text), dataset.settings)
         if not dry_run or text.exists():
             tested = raw.check(dataset, text)
         for pair in sorted({*dataset.all_pairs} - {*tested}):
             warn(f"{text}/test.{pair}.* is missing: {pair} will not be scored")
         if not (dry_run or continues):
             partial.mkdir()
-            made_of = _origin(dataset, folders, flags, text)
+            made_of = _origin(dataset, flags, text)
             files.write_whole(record, json.dumps(made_of) + "\n")
         run(_binarised(dataset, text, partial, flags), dataset.settings)
-        run(_replaced(dataset, folders, text, partial), dataset.settings)
+        run(_replaced(dataset, text, partial), dataset.settings)
     except SystemExit as ended:
         if ended.code >= 128:
             kept = record.exists()
@@ -287,31 +288,29 @@ def _remove(*folders: Path) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _archive(dataset: Dataset, folders: Folders, source: Path | None) -> Path | None:
+def _archive(dataset: Dataset) -> Path | None:
     """The archive of binarised text, or its folder; None to prepare the data set from text."""
+    folders = Folders(dataset)
     if not dataset.raw.get("binarised"):
         return None
-    if source:
+    if source := dataset.settings.raw:
         return source if source.is_file() or binarised_folder(dataset, source) else None
     if any(folders.raw.glob("train.*")):  # text of an earlier preparation, or of the user
         return None
     return folders.download / remote_files(dataset)[0].name
 
 
-def _adopted(
-    dataset: Dataset, folders: Folders, archive: Path, source: Path | None
-) -> Iterator[str | Step]:
+def _adopted(dataset: Dataset, archive: Path) -> Iterator[str | Step]:
+    folders = Folders(dataset)
     yield f"# {dataset.name}: binarised text, subwords and tests as they are in the authors' archive"
-    if not source:
+    if not dataset.settings.raw:
         yield Step("fetch", dataset, folders.download)
     longest = _longest(dataset)
     yield Step("adopt", dataset, archive, folders.raw, folders.binary, longest=longest)
 
 
-def _raw_text(
-    dataset: Dataset, folders: Folders, source: Path | None, gathered: Path
-) -> Iterator[str | Step]:
-    builtin = dataset.raw.get("builtin")
+def _raw_text(dataset: Dataset, gathered: Path) -> Iterator[str | Step]:
+    folders, source, builtin = Folders(dataset), dataset.settings.raw, dataset.raw.get("builtin")
     elsewhere = builtin or dataset.source.get("datasets")
     if not (source or elsewhere or remote_files(dataset)):
         raise UsageError(f"{dataset.name} cannot be fetched: give its text with --raw folder")
@@ -357,8 +356,9 @@ def _binarised(
     yield Step("binarise", dataset, text, partial / "dict.txt", partial, workers=_workers(dataset))
 
 
-def _replaced(dataset: Dataset, folders: Folders, raw_text: Path, partial: Path) -> Iterator[str]:
+def _replaced(dataset: Dataset, raw_text: Path, partial: Path) -> Iterator[str]:
     """Put what is complete in the place of what was there."""
+    folders = Folders(dataset)
     if raw_text != folders.raw:
         for counts in (SIZES, LEFT_OUT):
             if (raw_text / counts).exists():
