@@ -68,9 +68,8 @@ def comparison(dataset: Dataset, first: str, second: str, metric: str = scores.B
             )
         signatures |= kinds
         points = [system.points([direction]) for system in systems.values()]
-        rows.append(
-            [direction, *_row(points, _bootstrap(dataset, direction, one, other, metric, points))]
-        )
+        p = _bootstrap(dataset, direction, one, other, metric, points)
+        rows.append([direction, *_row(points, p)])
         if several:
             rows[-1].append(number(permutation_p(*points), digits=4))
     names = [f"{name}, mean of {len(s.runs)}" if several else name for name, s in systems.items()]

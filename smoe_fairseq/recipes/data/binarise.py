@@ -53,12 +53,11 @@ def binarise(
         )
     }
     shards = sorted({target.parent for target in files})
-    copies = [shard / f"dict.{lang}.txt" for shard in shards for lang in dataset.languages]
     vocabulary = read_dictionary(dictionary)
     for shard in shards:
         shard.mkdir(parents=True, exist_ok=True)
-    for copy in copies:
-        write_whole(copy, read_plain(dictionary), called=str(output))
+        for language in dataset.languages:
+            write_whole(shard / f"dict.{language}.txt", read_plain(dictionary), called=str(output))
     left = {
         file: tuple(f"{target}.{suffix}" for suffix in SUFFIXES)
         for target, file in files.items()

@@ -158,9 +158,7 @@ def give_alone(pair: str) -> str:
 def _copy(folder: Path, clean: Mapping[str, Any], codes: Mapping[str, str], unit: tuple) -> Counter:
     """Write a section to ``folder`` in the shared layout; returns the counts of pairs read and kept."""
     split, pair, section, held_out = unit
-    faults = None
-    if split == "train":
-        faults = Faults(_held_out(pair.split("-"), held_out), clean)
+    faults = Faults(_held_out(pair.split("-"), held_out), clean) if split == "train" else None
     prefix = folder / f"{split}.{translated(pair, codes)}"
     counts = copy_pairs(section, prefix, faults, codes, clean.get("empty") == "drop")
     if not counts["kept"]:
@@ -169,8 +167,8 @@ def _copy(folder: Path, clean: Mapping[str, Any], codes: Mapping[str, str], unit
             _refuse_empty(file, split, pair)
         named = " and ".join(map(str, files)) or "the source"
         left_out = {name: number for name, number in counts.items() if name not in ("read", "kept")}
-        faults = ", ".join(f"{number:,} {name}" for name, number in left_out.items())
-        kept = f"no line of {counts['read']:,} is kept{f' ({faults})' * bool(faults)}"
+        reasons = ", ".join(f"{number:,} {name}" for name, number in left_out.items())
+        kept = f"no line of {counts['read']:,} is kept{f' ({reasons})' * bool(reasons)}"
         advice = ""
         if "overlap" in left_out:  # the other splits were taken from it
             advice = f"; {give_alone(pair)}"

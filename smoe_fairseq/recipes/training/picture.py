@@ -53,9 +53,8 @@ def draw(folder: Path, log: Path) -> Path:
     def picture():
         figure, axes = figures.panels(len(panels), width=3.6 * len(panels))
         for ax, panel in zip(axes, panels, strict=True):
-            shades = (figures.MIDDLE, figures.DARK)
             named = sorted(by_panel[panel].items(), reverse=True)
-            for (curve, points), shade in zip(named, shades[::-1]):
+            for (curve, points), shade in zip(named, (figures.DARK, figures.MIDDLE)):
                 dots = "." if len(points) < FEW else ""
                 ax.plot(*zip(*sorted(points.items())), color=shade, label=curve, marker=dots)
             ax.set_title(panel)
