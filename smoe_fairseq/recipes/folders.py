@@ -104,13 +104,12 @@ class Folders:
         """A folder for each run, with its checkpoints, log, translations and scores."""
         return self.dataset.settings.run_dir / self.dataset.name
 
-    def binary_path(self, shards: int) -> str:
-        """fairseq's data argument: the folder of binarised text, or ``shard0:shard1:...``.
-
-        ``shards`` is the number to assume until the text exists.
-        """
+    def binary_path(self) -> str:
+        """fairseq's data argument: the folder of binarised text, or ``shard0:shard1:...``."""
         if self.binary.exists():
             return ":".join(map(str, shard_folders(self.binary)))
+        # Text that its authors binarised is one shard.
+        shards = 1 if self.dataset.raw.get("binarised") else self.dataset.shards
         return ":".join(str(self.binary / name) for name in shard_names(shards))
 
 

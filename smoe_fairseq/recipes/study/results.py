@@ -224,7 +224,7 @@ def commands(dataset: Dataset, run: Path, strata: bool) -> list[str]:
     """The commands on the test set: with strata for `routing_summary`, with ``keep`` for "kept_loss"."""
     checkpoint, lines = checkpoint_file(run, dataset.checkpoint), []
     if strata:
-        analyze = ["smoe", "analyze", Folders(dataset).binary_path(dataset.shards)]
+        analyze = ["smoe", "analyze", Folders(dataset).binary_path()]
         analyze += ["--path", checkpoint, "--gen-subset", "test", "--output", run / ANALYSIS]
         analyze += ["--lang-pairs", ",".join(dataset.all_directions)] if dataset.keep else []
         lines = [command("rm", "-rf", run / ANALYSIS), command(*analyze)]

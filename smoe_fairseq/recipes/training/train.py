@@ -342,9 +342,7 @@ def _run(lines: Sequence[str], folder: Path, launch: Launch, log: Path) -> None:
 
 def data_arguments(dataset: Dataset) -> list[str]:
     """The arguments that training and generation share: data, plugin, task and language tokens."""
-    # Text that its authors binarised is one shard.
-    shards = 1 if dataset.raw.get("binarised") else dataset.shards
-    data = Folders(dataset).binary_path(shards)
+    data = Folders(dataset).binary_path()
     plugins = os.pathsep.join([package_folder(), *imported])
     words = [data, "--user-dir", plugins, *arguments(dataset.task)]
     languages = dataset.languages
