@@ -49,11 +49,10 @@ class Section:
 
     def pairs(self) -> Iterator[Pair]:
         """The sentences, normalised by `plain`; raises as `readers.pairs`."""
-        pairs = (
-            self.elsewhere()
-            if self.elsewhere
-            else readers.pairs(self.files, self.codes, self.unquote)
-        )
+        if self.elsewhere:
+            pairs = self.elsewhere()
+        else:
+            pairs = readers.pairs(self.files, self.codes, self.unquote)
         clean = (lambda text: unquoted(plain(text)).strip()) if self.unquote else plain
         pairs = (tuple(side and clean(side) for side in pair) for pair in pairs)
         if self.hash_range is not None:

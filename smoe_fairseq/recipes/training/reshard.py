@@ -4,7 +4,7 @@ import os
 import re
 from pathlib import Path
 
-from smoe_fairseq.compat.checkpoint_names import rank_file, rank_files
+from smoe_fairseq.compat.checkpoint_names import PENDING, rank_file, rank_files
 from smoe_fairseq.files import whole_folder
 from smoe_fairseq.recipes.commands import Step
 
@@ -31,7 +31,7 @@ def reshard_lines(folder: Path, ranks: int) -> list[str | Step]:
 
 def _ranks_of(folder: Path) -> int:
     """Files of the last checkpoint: 1 if it is a single file, 0 without one."""
-    files = rank_files(folder / LAST).keys() | rank_files(folder / LAST, ".pending").keys()
+    files = rank_files(folder / LAST).keys() | rank_files(folder / LAST, PENDING).keys()
     return len(files) or int((folder / LAST).exists())
 
 
