@@ -32,7 +32,6 @@ from smoe_fairseq.recipes.folders import Folders, checkpoint_file, run_method, r
 from smoe_fairseq.recipes.pretrained import STARTED, started
 from smoe_fairseq.recipes.processes import command
 from smoe_fairseq.recipes.training import identity
-from smoe_fairseq.recipes.training.launcher import visible_gpus
 from smoe_fairseq.recipes.training.train import data_arguments
 
 FILE = "run.json"
@@ -94,10 +93,8 @@ def _machine(variables: Mapping[str, str]) -> str:
     """The hardware in words. Times are compared only between equal descriptions."""
     import torch
 
-    gpus = variables.get("GPUS")
-    if gpus != "0" and torch.cuda.is_available():
-        count = int(gpus) if gpus else len(visible_gpus(torch.cuda.device_count()))
-        return f"{count} x {torch.cuda.get_device_name(0)}"
+    if variables["GPUS"] != "0" and torch.cuda.is_available():
+        return f"{variables['GPUS']} x {torch.cuda.get_device_name(0)}"
     info = Path("/proc/cpuinfo")
     model = re.search(r"^model name\s*:(.*)", info.read_text() if info.exists() else "", re.M)
     name = model[1].strip() if model else platform.processor()
