@@ -7,6 +7,6 @@ recipe composes them into plain shell commands, prints them and, unless in a dry
 - ``settings``, ``datasets``, ``methods``, ``folders``, ``processes``: used by all recipes.
 - ``data``: from a publisher's text to what ``fairseq-train`` reads.
 - ``training``, ``evaluation``: one run.
-- ``study``: many runs, and a report on them.
+- ``study``, ``compare``: many runs, their tables and a report on them.
 - ``phrasebook``: the built-in corpus.
 """

@@ -59,7 +59,7 @@ def environment(settings: Settings) -> dict[str, str]:
 
 
 def run(lines: Iterable[str | Callable], settings: Settings, variables: Mapping = {}) -> None:
-    """Print comments, call steps (`commands.step`), run other lines with bash; a dry run only prints all.
+    """Print comments, call steps (`commands.Step`), run other lines with bash; a dry run only prints all.
 
     Args:
         variables: added to the commands' environment.
