@@ -220,8 +220,8 @@ def _print_cost(cost: Cost, routing: str) -> None:
     rows += [("FLOPs per token", cost.flops_per_token)]
     rows += [(f"  {part}", flops) for part, flops in cost.flops.items()]
     requested = cost.requested_capacity
-    print(f"requested capacity   {'dense' if requested is None else f'{requested:.3f}'}", end="")
-    print("" if requested is None else f"  ({routing})")
+    shown = "dense" if requested is None else f"{requested:.3f}  ({routing})"
+    print(f"requested capacity   {shown}")
     for name, value in rows:
         print(f"{name:18}{value / 1e6:>12,.3f} M")
 

@@ -47,9 +47,8 @@ class Batch:
             f"{self.total:,} {what} per update = {self.ranks} rank{plural} x {self.size:,} "
             f"(--{self.unit}) x {self.update_freq} (--update-freq)"
         )
-        return text + (
-            f"; requested (--batch {self.name}): {self.requested:,}" if self.name else ""
-        )
+        requested = f"; requested (--batch {self.name}): {self.requested:,}" if self.name else ""
+        return text + requested
 
 
 def batch_choices(dataset: Dataset) -> str:

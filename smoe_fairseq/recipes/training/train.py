@@ -183,9 +183,8 @@ def _start(dataset: Dataset, words: Sequence[str], folder: Path) -> tuple[list[s
         return ["--finetune-from-model", str(model)], []
     upcycled, seed = folder / pretrained.UPCYCLED, flag_values(words).get("--seed", "1")
     output = ("--output", upcycled, "--force", "--seed", seed)
-    return ["--finetune-from-model", str(upcycled)], [
-        command("smoe", "upcycle", model, *output, *experts)
-    ]
+    upcycle = command("smoe", "upcycle", model, *output, *experts)
+    return ["--finetune-from-model", str(upcycled)], [upcycle]
 
 
 def plan(
