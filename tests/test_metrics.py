@@ -113,6 +113,21 @@ def test_settings_of_validation_by_translations(dry, settings, expected):
         assert every == (expected if "every" in settings else None)
 
 
+@pytest.mark.parametrize("flags", [(), ("--expert-parallel",)])
+def test_what_a_study_measures_after_training(dry, flags):
+    """Of a checkpoint in one file, with all language tokens of the model."""
+    given = {"pairs": ["en-de", "en-fr"], "keep": ["de-fr"]}
+    shown = dry("study", "own", "smoe-2-2", "--gpus", "2", *flags, **given)
+    shown.stdout = shown.stdout.replace(" && ", "\n")
+    analyze = next(words for words in commands(shown, "smoe") if words[1] == "analyze")
+    (validate,) = commands(shown, "fairseq-validate")
+    folder = "runs/own/smoe-2-2/consolidated" if flags else "runs/own/smoe-2-2"
+    for words in (analyze, validate):
+        assert words[words.index("--path") + 1] == f"{folder}/checkpoint_best.pt"
+    assert flag_values(validate)["--langs"] == "en,de,fr"
+    assert flag_values(validate)["--lang-pairs"] == "fr-de,de-fr"
+
+
 @pytest.mark.parametrize("metric, maximize", [("loss", False), ("bleu", True)])
 def test_another_metric_than_that_of_the_file(dry, metric, maximize):
     typed = ("--best-checkpoint-metric", metric)

@@ -11,7 +11,7 @@ from smoe_fairseq.recipes.data.prepare import prepare
 from smoe_fairseq.recipes.datasets import Dataset
 from smoe_fairseq.recipes.evaluation import scores
 from smoe_fairseq.recipes.evaluation.evaluate import evaluate
-from smoe_fairseq.recipes.folders import Folders, checkpoint_file, run_name, test_file
+from smoe_fairseq.recipes.folders import Folders, run_name, test_file, whole_checkpoint
 from smoe_fairseq.recipes.pretrained import with_pretrained
 from smoe_fairseq.recipes.processes import command, run
 from smoe_fairseq.recipes.training.train import train
@@ -44,7 +44,7 @@ def _show(dataset: Dataset, method: str) -> None:
         for name, sentence in _sample(dataset, folder, direction, 7 * i).items():
             print(f"    {name:12}{sentence}")
     print("\nRequested capacity, mean over the validation set's tokens:")
-    checkpoint = checkpoint_file(folder, dataset.checkpoint)
+    checkpoint, _ = whole_checkpoint(folder, dataset.checkpoint)
     with quietly():
         model, task = load(checkpoint, folders.binary)
         requested = requested_capacity(model, task)

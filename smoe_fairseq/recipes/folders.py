@@ -21,6 +21,7 @@ SIZES = "sizes.json"  # {pair: training sentence pairs}
 LEFT_OUT = "left_out.json"  # {pair: {read, kept, and a count for each fault}} of training text
 # In the folders of gathered and of binarised text: what it was made of.
 GATHERED, PREPARED = ".settings.json", "preparation.json"
+CONSOLIDATED = "consolidated"  # in a run's folder: checkpoints with the experts of all ranks
 PARTIAL = ".partial"  # ends the name of a folder that is not complete
 _RUN = re.compile(r"(?P<method>.+)\.seed-(?P<seed>\d+)")
 
@@ -160,7 +161,7 @@ def whole_checkpoint(folder: Path, which: str) -> tuple[Path, tuple[str, ...]]:
         if whole.exists():
             both = f"{whole} and {next(iter(ranks.values()))}"
             raise UsageError(f"{both} both exist: move one of them away")
-        whole = folder / "consolidated" / whole.name
+        whole = folder / CONSOLIDATED / whole.name
         consolidate = command("smoe", "consolidate", *parts, "--output", whole, "--force")
         preparation = ("# the experts of all processes in one checkpoint", consolidate)
     else:

@@ -28,7 +28,14 @@ from smoe_fairseq.recipes.compare.statistics import spearman
 from smoe_fairseq.recipes.datasets import Dataset
 from smoe_fairseq.recipes.evaluation import scores
 from smoe_fairseq.recipes.evaluation.scores import Score
-from smoe_fairseq.recipes.folders import Folders, checkpoint_file, run_method, run_seed, vocab_size
+from smoe_fairseq.recipes.folders import (
+    CONSOLIDATED,
+    Folders,
+    checkpoint_file,
+    run_method,
+    run_seed,
+    vocab_size,
+)
 from smoe_fairseq.recipes.pretrained import STARTED, started
 from smoe_fairseq.recipes.processes import command
 from smoe_fairseq.recipes.training import identity
@@ -217,16 +224,22 @@ def _experts_per_token(logged: Mapping[int, Mapping[str, float]]) -> float | Non
     return round(statistics.fmean(*zip(*lines)), 3) if any(words for _, words in lines) else None
 
 
-def commands(dataset: Dataset, run: Path, strata: bool) -> list[str]:
-    """The commands on the test set: with strata for `routing_summary`, with ``keep`` for "kept_loss"."""
-    checkpoint, lines = checkpoint_file(run, dataset.checkpoint), []
+def commands(dataset: Dataset, run: Path, strata: bool, sharded: bool) -> list[str]:
+    """The commands on the test set: with strata for `routing_summary`, with ``keep`` for "kept_loss".
+
+    Args:
+        sharded: the evaluation has joined the experts of all ranks in one checkpoint.
+    """
+    folder, lines = run / CONSOLIDATED if sharded else run, []
+    checkpoint = checkpoint_file(folder, dataset.checkpoint)
     if strata:
         analyze = ["smoe", "analyze", Folders(dataset).binary_path()]
         analyze += ["--path", checkpoint, "--gen-subset", "test", "--output", run / ANALYSIS]
         analyze += ["--lang-pairs", ",".join(dataset.all_directions)] if dataset.keep else []
         lines = [command("rm", "-rf", run / ANALYSIS), command(*analyze)]
     if dataset.keep:
-        words = data_arguments(replace(dataset, pairs=dataset.keep, one_way=None))
+        kept = replace(dataset, pairs=dataset.keep, one_way=None).directions
+        words = data_arguments(dataset, kept)
         words += ["--path", str(checkpoint), "--valid-subset", "test", "--max-tokens", "4096"]
         lines.append(command("fairseq-validate", *words, output=run / KEPT))
     return lines

@@ -43,6 +43,7 @@ class Run:
     flags: tuple[str, ...]
     updates: int
     strata: bool  # see `has_strata`
+    sharded: bool = False  # each rank saves its own experts
     reached: int = field(default=0, repr=False)
     process: subprocess.Popen | None = field(default=None, repr=False)
 
@@ -61,7 +62,8 @@ class Run:
             recipe("train", self.dataset.name, self.method, *self.flags),
             recipe("evaluate", self.dataset.name, self.method),
         ]
-        return " && ".join([*steps, *results.commands(self.dataset, self.folder, self.strata)])
+        after = results.commands(self.dataset, self.folder, self.strata, self.sharded)
+        return " && ".join([*steps, *after])
 
     def done(self) -> int:
         """The updates so far, according to the end of the log; never fewer than it said before."""
@@ -96,6 +98,9 @@ def study(dataset: Dataset, flags: Sequence[str]) -> None:
     one = replace(dataset, settings=as_one)
     # This reports invalid settings before any run.
     plans = {method: plan(one, method, runs[0].flags) for method in {r.method for r in runs}}
+    for run in runs:
+        launch, words, _ = plans[run.method]
+        run.sharded = launch.processes > 1 and "--expert-parallel" in words
 
     def is_done(run: Run) -> bool:
         launch, words, _ = plans[run.method]

@@ -339,8 +339,12 @@ def _run(lines: Sequence[str], folder: Path, launch: Launch, log: Path) -> None:
         raise
 
 
-def data_arguments(dataset: Dataset) -> list[str]:
-    """The arguments that training and generation share: data, plugin, task and language tokens."""
+def data_arguments(dataset: Dataset, directions: Sequence[str] = ()) -> list[str]:
+    """The arguments that training and generation share: data, plugin, task and language tokens.
+
+    Args:
+        directions: by default those that are trained.
+    """
     data = Folders(dataset).binary_path()
     plugins = os.pathsep.join([package_folder(), *imported])
     words = [data, "--user-dir", plugins, *arguments(dataset.task)]
@@ -349,7 +353,7 @@ def data_arguments(dataset: Dataset) -> list[str]:
         languages = dataset.start["languages"]
         words += ["--fixed-dictionary", str(Folders(dataset).binary / "dict.txt")]
     words += ["--langs", ",".join(languages)]
-    return words + ["--lang-pairs", ",".join(dataset.directions)]
+    return words + ["--lang-pairs", ",".join(directions or dataset.directions)]
 
 
 def screen_variables() -> dict[str, str]:
