@@ -39,7 +39,7 @@ class Program:
     """One that has been started: its ``pid``. Where nobody refers to it any more, it is killed.
 
     Args:
-        request: what ``warm.py`` is to run.
+        request: what ``warm.py`` is to run; paths in it are sent as text.
         files: descriptors of its standard input, output, error output, and of more that it is to hold.
 
     Raises:
@@ -49,7 +49,7 @@ class Program:
     def __init__(self, address: str, request: dict, files: tuple[int, ...]):
         self.connection = socket.socket(socket.AF_UNIX)
         self.connection.connect(address)
-        content = json.dumps(request).encode() + b"\n"
+        content = json.dumps(request, default=str).encode() + b"\n"
         sent = socket.send_fds(self.connection, [content], files)
         self.connection.sendall(content[sent:])
         self.received = b""

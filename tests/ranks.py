@@ -102,15 +102,15 @@ class Ranks:
         return self.start(folder, world_size, *flags, **options).finish()
 
 
-def fairseq_train(arguments: list[str]) -> None:
+def fairseq_train(arguments: list) -> None:
     """``fairseq-train`` in this process, where a test has changed what it is to change."""
     from fairseq_cli.train import cli_main
 
-    sys.argv = ["fairseq-train", *arguments]
+    sys.argv = ["fairseq-train", *map(str, arguments)]
     cli_main()
 
 
-def train_with(before_batch, arguments: list[str]) -> None:
+def train_with(before_batch, arguments: list) -> None:
     """``fairseq-train`` in which ``before_batch(updates)`` is called before each batch of training."""
     from fairseq.tasks.translation import TranslationTask
 

@@ -216,7 +216,7 @@ def test_what_needs_one_model_says_so(three_languages, trained, tmp_path):
 def test_a_back_end_that_would_not_sum_gradients_is_refused(ranks, three_languages, tmp_path, arch):
     """It is fairseq's default, and on a CPU each process would train a model of its own without a word."""
     more = ("--distributed-backend", "gloo", "--arch", arch)
-    arguments = [str(word) for word in flags(three_languages, tmp_path / "run", *more)]
+    arguments = flags(three_languages, tmp_path / "run", *more)
     if arch == "multilingual_transformer":
         first, last = (arguments.index(name) for name in ("--smoe-strata", "--moe-capacity-factor"))
         del arguments[last : last + 4], arguments[first : first + 2]

@@ -22,8 +22,8 @@ def train(data: list[str], flags: list[str], of_second: list[str]) -> None:
 
 
 def check_refusal(ranks, folder, data, flags, of_second, sentence) -> None:
-    flags = [*flags, "--save-dir", str(folder / "run")]
-    run = ranks.start(folder, 2, list(map(str, data)), flags, of_second, function=train)
+    flags = [*flags, "--save-dir", folder / "run"]
+    run = ranks.start(folder, 2, data, flags, of_second, function=train)
     assert run.wait() == [1, 1], run.output()
     for rank in (0, 1):
         assert f"error: rank 1 has {sentence}" in run.output(rank)

@@ -124,9 +124,8 @@ EXCHANGES = {
 def test_gradients_travel_while_others_are_computed(ranks, small_corpus, tmp_path, name):
     make = stock if name == "stock" else flags
     more = ["--ddp-backend", "legacy_ddp", "--batch-size", 4, "--max-update", 5, *EXCHANGES[name]]
-    words = list(map(str, make(small_corpus, tmp_path / "small", *more)))
-    run = ranks.start(tmp_path, 2, str(tmp_path / "later.json"), words, function=in_small_buckets)
-    run.finish()
+    words = make(small_corpus, tmp_path / "small", *more)
+    ranks.train(tmp_path, 2, tmp_path / "later.json", words, function=in_small_buckets)
     later = json.loads((tmp_path / "later.json").read_text())
     updates = [later[i : i + len(later) // 5] for i in range(0, len(later), len(later) // 5)]
     assert len(updates) == 5 and len(updates[0]) > 5
@@ -147,9 +146,9 @@ def test_gradients_travel_while_others_are_computed(ranks, small_corpus, tmp_pat
 def test_memory_that_runs_out_within_the_backward_pass(ranks, small_corpus, tmp_path):
     """fairseq ends a run whose ranks have different gradient norms."""
     more = ["--ddp-backend", "legacy_ddp", "--batch-size", 4, "--max-update", 5]
-    words = list(map(str, flags(small_corpus, tmp_path, *more)))
-    path = str(tmp_path / "sent.json")
-    run = ranks.start(tmp_path, 2, path, words, True, function=in_small_buckets).finish()
+    words = flags(small_corpus, tmp_path, *more)
+    given = (tmp_path / "sent.json", words, True)
+    run = ranks.train(tmp_path, 2, *given, function=in_small_buckets)
     assert run.output(0).count("a batch was skipped") == 3
 
 
@@ -223,9 +222,9 @@ def test_the_loss_is_that_of_one_process(ranks, small_corpus, tmp_path, backend)
     found = []
     for world_size, batches in ((1, 2), (2, 1)):
         more = ["--ddp-backend", backend, "--batch-size", 5, "--update-freq", batches]
-        words = list(map(str, flags(small_corpus, tmp_path / f"{world_size}", *more)))
-        run = ranks.start(tmp_path, world_size, words, function=without_fairseqs_loss)
-        found.append(logged(run.finish()))
+        words = flags(small_corpus, tmp_path / f"{world_size}", *more)
+        run = ranks.train(tmp_path, world_size, words, function=without_fairseqs_loss)
+        found.append(logged(run))
     for update, wanted in zip(*found, strict=True):
         assert update == pytest.approx(wanted, rel=1e-3)
 

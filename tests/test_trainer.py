@@ -124,7 +124,7 @@ def test_amp_repeats_a_batch_that_overflows(small_corpus, tmp_path, flags):
     assert "calls 3" in result.stdout.splitlines()
 
 
-def without_memory(failing: str, arguments: list[str]) -> None:
+def without_memory(failing: str, arguments: list) -> None:
     """``fairseq-train`` where batches do not fit: the second, all, those of validation, or these at first."""
     from fairseq.tasks.translation import TranslationTask
 
@@ -158,7 +158,6 @@ def test_out_of_memory_ends_with_the_batch_to_try(ranks, small_corpus, tmp_path,
     arguments += ["--max-update", 3, "--no-save"]
     if failing == "valid":
         arguments.remove("--disable-validation")
-    arguments = list(map(str, arguments))
     run = ranks.start(tmp_path, 1, failing, arguments, function=without_memory, one=True)
     assert run.wait() == [0 if failing == "one" else 1], run.output()
     lines = run.output().splitlines()
@@ -166,7 +165,7 @@ def test_out_of_memory_ends_with_the_batch_to_try(ranks, small_corpus, tmp_path,
     assert failing == "one" or where == len(lines) - 1
 
 
-def one_rank_without_memory(whose: str, arguments: list[str]) -> None:
+def one_rank_without_memory(whose: str, arguments: list) -> None:
     """``fairseq-train`` where batches do not fit: all but the first of rank 0, or those of all ranks."""
     failing = "all but one" if os.environ["RANK"] == "0" else "none"
     without_memory("all" if whose == "all" else failing, arguments)
@@ -177,7 +176,6 @@ def test_a_rank_out_of_memory_ends_no_run_in_which_others_train(
     ranks, small_corpus, tmp_path, whose
 ):
     arguments = [small_corpus, "--save-dir", tmp_path, *SMALL, *GLOO, "--max-update", 5]
-    arguments = list(map(str, arguments))
     run = ranks.start(tmp_path, 2, whose, arguments, function=one_rank_without_memory)
     assert run.wait() == ([0, 0] if whose == "one" else [1, 1]), run.output()
     assert ("a batch was skipped: try --" in run.output(0)) == (whose == "one")
@@ -188,7 +186,6 @@ def test_a_rank_out_of_memory_ends_no_run_in_which_others_train(
 def test_a_validation_that_fails_loses_no_update(ranks, small_corpus, tmp_path, number):
     arguments = [small_corpus, "--save-dir", tmp_path, *SMALL, *GLOO, "--max-update", 2]
     arguments.remove("--disable-validation")
-    arguments = list(map(str, arguments))
     run = ranks.start(tmp_path, number, "valid", arguments, function=without_memory, one=number < 2)
     assert run.wait() == [1] * number, run.output()
     file = tmp_path / ("checkpoint_last.pt" if number == 1 else "crash.pt")
@@ -200,7 +197,7 @@ def test_a_validation_that_fails_loses_no_update(ranks, small_corpus, tmp_path, 
 def test_batches_of_validation_that_fit_at_the_second_try_end_no_run(ranks, small_corpus, tmp_path):
     arguments = [small_corpus, "--save-dir", tmp_path, *SMALL, "--max-update", 1, "--no-save"]
     arguments.remove("--disable-validation")
-    arguments = list(map(str, [*arguments, "--batch-size-valid", 1]))
+    arguments += ["--batch-size-valid", 1]
     run = ranks.train(tmp_path, 1, "at first", arguments, function=without_memory, one=True)
     assert run.output().count("retrying batch") > 3
 
@@ -255,7 +252,7 @@ def test_a_thread_that_loads_data_does_not_abort_a_finished_run(small_corpus, tm
     run("python", "-c", LOADING_AHEAD, *words, *ahead, fresh=True)
 
 
-def moving(folder: str, arguments: list[str]) -> None:
+def moving(folder: str, arguments: list) -> None:
     """``fairseq-train`` whose folder somebody moves in the third update."""
 
     def move(updates: int) -> None:
@@ -269,8 +266,8 @@ def moving(folder: str, arguments: list[str]) -> None:
 def test_a_folder_that_is_moved_is_named_and_nothing_lost(ranks, small_corpus, tmp_path, number):
     folder = tmp_path / "run"
     arguments = [small_corpus, "--save-dir", folder, *MOE, "--save-interval-updates", 1, *GLOO]
-    arguments = [*map(str, arguments), "--max-update", "4"]
-    run = ranks.start(*(tmp_path, number, str(folder), arguments), function=moving, one=number == 1)
+    arguments += ["--max-update", 4]
+    run = ranks.start(tmp_path, number, folder, arguments, function=moving, one=number == 1)
     statuses = run.wait()
     assert 0 not in statuses, run.output()
     assert f"{folder} was moved" in run.output(0).splitlines()[-1]

@@ -76,7 +76,7 @@ def test_beside_sharded_experts(ranks, small_corpus, tmp_path, world_size, strat
 @pytest.mark.parametrize("parallel", [(), ("--expert-parallel",)], ids=str)
 def test_a_process_that_fails_does_not_wait_for_state(ranks, small_corpus, tmp_path, parallel):
     """To save crash.pt fairseq asks all for their part of it, and the others are in another call."""
-    arguments = list(map(str, flags(small_corpus, tmp_path / "run", *ZERO, *parallel)))
+    arguments = flags(small_corpus, tmp_path / "run", *ZERO, *parallel)
     run = ranks.start(tmp_path / "logs", 2, "exception", arguments, function=train_until)
     status = run.programs[1].wait(HANGS)
     run.kill()
