@@ -144,16 +144,14 @@ def change_scores(run: Path, direction: str = "", **values) -> None:
     (run / "scores.json").write_text(json.dumps(content))
 
 
-def test_a_folder_of_another_program_is_no_run(two_systems):
-    folder = two_systems[0]
+def test_a_folder_of_another_program_is_no_run(folder):
     before = table(folder, "multi30k").stdout
     (folder / "runs/multi30k/.ipynb_checkpoints").mkdir()
     assert table(folder, "multi30k").stdout == before
 
 
-def test_a_search_with_other_flags_is_told(two_systems):
+def test_a_search_with_other_flags_is_told(folder):
     """Of several runs that whose; where it is the data set's nothing is said."""
-    folder = two_systems[0]
     usual = arguments(load_dataset("multi30k").generate)
     bias = ["--model-overrides", "{'smoe_exit_bias': 2}"]
     for method, flags in {"dense": usual, "moe": [*usual, "--beam", "1", *bias]}.items():
@@ -168,8 +166,8 @@ def test_a_search_with_other_flags_is_told(two_systems):
 @pytest.mark.parametrize(
     "other", [{"checkpoint": "checkpoint_last.pt"}, {"generate": "--beam 1"}, {"generate": ""}]
 )
-def test_seeds_of_different_checkpoints_or_searches_are_not_averaged(two_systems, other):
-    folder, runs = two_systems[0], two_systems[0] / "runs/multi30k"
+def test_seeds_of_different_checkpoints_or_searches_are_not_averaged(folder, other):
+    runs = folder / "runs/multi30k"
     usual = {"generate": " ".join(arguments(load_dataset("multi30k").generate))}
     for seed in (2, 3):
         shutil.copytree(runs / "moe", runs / f"moe.seed-{seed}")
@@ -188,8 +186,7 @@ def test_seeds_of_different_checkpoints_or_searches_are_not_averaged(two_systems
     assert cells(folder, "multi30k")["moe, mean of 3 seeds", ""]["en-de"] == "100.00"
 
 
-def test_scores_on_other_test_sets_are_told_and_not_compared(two_systems):
-    folder = two_systems[0]
+def test_scores_on_other_test_sets_are_told_and_not_compared(folder):
     raw, runs = folder / "data/multi30k/raw", folder / "runs/multi30k"
     (raw / "test.en-de.en").write_text("a\n" * 60)
     texts = (raw / f"test.en-de.{language}" for language in ("en", "de"))
@@ -347,17 +344,22 @@ def write_translations(folder: Path, method: str, lines: list[str], references: 
 
 
 @pytest.fixture
-def two_systems(tmp_path):
+def folder(tmp_path) -> Path:
+    """With runs of two systems, of which moe is better than dense."""
     words = "ein Mann und eine Frau gehen mit dem Hund durch den Park nach Hause".split()
     references = [" ".join(words[i % 7 :] + words[: i % 5]) + "\u2028." for i in range(60)]
     worse = [" ".join(line.split()[: 5 if i % 2 else 40]) for i, line in enumerate(references)]
-    a = write_translations(tmp_path, "dense", worse, references)
-    b = write_translations(tmp_path, "moe", references, references)
-    return tmp_path, a, b
+    write_translations(tmp_path, "dense", worse, references)
+    write_translations(tmp_path, "moe", references, references)
+    return tmp_path
 
 
-def test_broken_translations_are_told_in_a_comparison(two_systems):
-    folder = two_systems[0]
+def points(folder: Path) -> list[float]:
+    """BLEU of dense and of moe."""
+    return [scores.read(folder / "runs/multi30k" / m)["en-de"].bleu for m in ("dense", "moe")]
+
+
+def test_broken_translations_are_told_in_a_comparison(folder):
     file = folder / "runs/multi30k/moe/scores.json"
     (direction, *_) = json.loads(file.read_text())["scores"]
     words = ("multi30k", "--compare", "moe", "dense")
@@ -367,8 +369,8 @@ def test_broken_translations_are_told_in_a_comparison(two_systems):
     assert len(told) == 1 and told.pop().startswith(f"moe: the translations of {direction} ")
 
 
-def test_paired_bootstrap(two_systems):
-    folder, a, b = two_systems
+def test_paired_bootstrap(folder):
+    a, b = points(folder)
     rows = compared(folder, "dense", "moe")
     assert rows["direction"] == ["dense", "moe", "difference", "p"]
     assert rows["en-de"][:3] == [f"{a:.2f}", f"{b:.2f}", f"{b - a:+.2f}"]
@@ -376,18 +378,16 @@ def test_paired_bootstrap(two_systems):
     assert compared(folder, "dense", "moe") == rows
 
 
-def test_flags_of_the_metric_are_those_of_the_test(two_systems, tmp_path):
+def test_flags_of_the_metric_are_those_of_the_test(folder):
     """Translations that differ in case alone are equal where case does not count."""
-    folder, *_ = two_systems
     better = folder / "runs/multi30k/moe/test/en-de.txt"
     better.write_text((folder / "runs/multi30k/dense/test/en-de.txt").read_text().lower())
     recipe = {"pairs": ["en-de"], "raw": {}, "train": {"arch": "smoe_transformer_tiny"}}
-    write_dataset(tmp_path / "c", "multi30k", **recipe, sacrebleu={"lowercase": True})
-    assert compared(folder, "dense", "moe", configs=str(tmp_path / "c"))["en-de"][3] == "1.0000"
+    write_dataset(folder / "c", "multi30k", **recipe, sacrebleu={"lowercase": True})
+    assert compared(folder, "dense", "moe", configs=str(folder / "c"))["en-de"][3] == "1.0000"
 
 
-def test_scores_by_other_settings_than_those_of_the_test_are_not_compared(two_systems):
-    folder = two_systems[0]
+def test_scores_by_other_settings_than_those_of_the_test_are_not_compared(folder):
     for method in ("dense", "moe"):
         signature = "nrefs:1|case:lc|tok:13a|version:2.0.0"
         change_scores(folder / "runs/multi30k" / method, "en-de", signature=signature)
@@ -396,9 +396,8 @@ def test_scores_by_other_settings_than_those_of_the_test_are_not_compared(two_sy
     assert "version" not in sentence
 
 
-def test_spbleu_is_compared_with_the_tokenizer_of_its_scores(two_systems, prepared):
+def test_spbleu_is_compared_with_the_tokenizer_of_its_scores(folder, prepared):
     """The data set's, if that splits into pieces; the model of the other one is not there."""
-    folder, *_ = two_systems
     (folder / "models").mkdir()
     model = folder / "models/sacrebleu_tokenizer_spm.model"
     shutil.copyfile(prepared / "data/tiny/bin/spm.model", model)
@@ -415,8 +414,7 @@ def test_spbleu_is_compared_with_the_tokenizer_of_its_scores(two_systems, prepar
     assert float(row.split(",")[4]) < 0.01
 
 
-def test_runs_that_are_still_being_scored_are_compared(two_systems):
-    folder, *_ = two_systems
+def test_runs_that_are_still_being_scored_are_compared(folder):
     before = compared(folder, "dense", "moe")
     run = folder / "runs/multi30k/moe"
     (run / "scores.json").rename(run / "test/scores.json")
@@ -429,15 +427,14 @@ def test_many_seeds_are_drawn_from():
     assert permutation_p(range(12), range(100, 112)) < 1e-4
 
 
-def test_equal_translations_do_not_differ_significantly(two_systems):
-    folder = two_systems[0]
+def test_equal_translations_do_not_differ_significantly(folder):
     shutil.copytree(folder / "runs/multi30k/dense", folder / "runs/multi30k/switch")
     assert compared(folder, "dense", "switch")["en-de"][2:] == ["+0.00", "-"]
 
 
-def test_seeds_are_compared_by_sentences_and_by_seeds(two_systems):
+def test_seeds_are_compared_by_sentences_and_by_seeds(folder):
     """p-values by hand: of 6 ways to take two of four runs, two are as far apart as these."""
-    folder, a, b = two_systems
+    a, b = points(folder)
     runs = folder / "runs/multi30k"
     for name in ("dense", "moe"):
         shutil.copytree(runs / name, runs / f"{name}.seed-2")
@@ -462,9 +459,8 @@ def test_seeds_are_compared_by_sentences_and_by_seeds(two_systems):
     assert "mean of" not in one and f"{b - 1:.2f}" in one
 
 
-def test_a_sentence_is_drawn_with_the_translations_of_all_seeds(two_systems):
+def test_a_sentence_is_drawn_with_the_translations_of_all_seeds(folder):
     """The same translations three times are no more sentences: the p-value is that of one."""
-    folder = two_systems[0]
     runs = folder / "runs/multi30k"
     reference = (folder / "data/multi30k/raw/test.en-de.de").read_text().split("\n")[:-1]
     # A difference of chance: each is right where the other is not, one of them in two more.
@@ -483,8 +479,7 @@ def test_a_sentence_is_drawn_with_the_translations_of_all_seeds(two_systems):
     assert p_value() == one
 
 
-def test_other_metrics_have_a_table_of_their_own(two_systems):
-    folder, *_ = two_systems
+def test_other_metrics_have_a_table_of_their_own(folder):
     runs = folder / "runs/multi30k"
     chrf = ("chrF++", [50.0, "nrefs:1|nw:2"])
     for name, others in (
@@ -504,16 +499,16 @@ def test_other_metrics_have_a_table_of_their_own(two_systems):
     assert "paper" not in table(folder, "m4", "--metric", "chrf++").stdout
 
 
-def test_comet_of_different_numbers_of_seeds(two_systems):
+def test_comet_of_different_numbers_of_seeds(folder):
     """Of three seeds that score as one does, no difference is shown."""
-    runs = two_systems[0] / "runs/multi30k"
+    runs = folder / "runs/multi30k"
     for seed in (2, 3):
         shutil.copytree(runs / "moe", runs / f"moe.seed-{seed}")
     for file in runs.glob("*/scores.json"):
         change_scores(file.parent, "en-de", others={"COMET": [50.0, "model:m"]})
         sentences = {"sentences": [0.25, 0.75] * 30}
         (file.parent / "test/en-de.comet.json").write_text(json.dumps(sentences))
-    rows = compared(two_systems[0], "dense", "moe", "--metric", "comet")
+    rows = compared(folder, "dense", "moe", "--metric", "comet")
     assert rows["en-de"] == ["50.00", "50.00", "+0.00", "1.0000", "-"]
 
 
@@ -530,8 +525,7 @@ def test_comparing_runs_without_a_direction_in_common(tmp_path, run):
         assert "in all of dense, moe, moe.seed-2" in said
 
 
-def test_comparing_what_cannot_be_compared(two_systems):
-    folder = two_systems[0]
+def test_comparing_what_cannot_be_compared(folder):
     assert "two different" in refusal(folder, "multi30k", "--compare", "moe", "moe")
     assert "scripts/evaluate.sh multi30k switch" in refusal(
         folder, "multi30k", "--compare", "moe", "switch"
@@ -552,7 +546,7 @@ SETTINGS = ["--max-update", "--max-tokens x --update-freq x processes =", "text"
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_runs_with_other_settings_are_told(two_systems, name):
+def test_runs_with_other_settings_are_told(folder, name):
     """But not settings of the methods, nor the seed; and that 60 sentences are few."""
     flags = {"moe": {"--smoe-strata": "8"}, "dense": {"--moe-freq": "0", "--lr": "1"}}
     for number, (method, own) in enumerate(flags.items(), 1):
@@ -566,8 +560,8 @@ def test_runs_with_other_settings_are_told(two_systems, name):
             content["text"] = f"{number}"
         elif name:
             content["trained" if name == "--max-update" else "flags"][name] = f"{number}000"
-        (two_systems[0] / f"runs/multi30k/{method}/identity.json").write_text(json.dumps(content))
-    printed = table(two_systems[0], "multi30k", "--compare", "moe", "dense").stdout
+        (folder / f"runs/multi30k/{method}/identity.json").write_text(json.dumps(content))
+    printed = table(folder, "multi30k", "--compare", "moe", "dense").stdout
     assert ("different training text" in printed) == (name == "text")
     told = [line for line in printed.splitlines() if "moe has" in line]
     flag = name.partition(" x ")[0]
@@ -576,8 +570,7 @@ def test_runs_with_other_settings_are_told(two_systems, name):
     assert "60 of en-de" in printed
 
 
-def test_a_run_under_another_methods_name_is_not_compared(two_systems):
-    folder = two_systems[0]
+def test_a_run_under_another_methods_name_is_not_compared(folder):
     (folder / "data/multi30k/bin").mkdir()
     copied = {"method": "dense", "dictionary": "", "flags": {}}
     (folder / "runs/multi30k/moe/identity.json").write_text(json.dumps(copied))
