@@ -21,6 +21,11 @@ METHOD = """plugins: [gates/balancing.py]
 train: {moe-gate: sinkhorn, moe-gate-options: rounds=7, smoe-strata: 4-4, moe-branches: scale,
   moe-losses: confidence_loss=0.5}
 """
+LOSS = """from smoe_fairseq.modules.losses import register_loss
+@register_loss("{}")
+def mine(block, stats):
+    return {}
+"""
 SMALL = [
     *("--encoder-embed-dim", "32", "--encoder-ffn-embed-dim", "32", "--max-tokens", "500"),
     *("--max-update", "4", "--max-epoch", "1", "--warmup-updates", "2"),
@@ -53,8 +58,7 @@ def test_parts_that_are_not_registered_are_named():
 
 @pytest.mark.parametrize("term", [soak("None"), soak("0.5"), "stats.balance_loss.expand(2)"])
 def test_a_loss_that_is_no_scalar_is_named(small_corpus, tmp_path, term):
-    register = "from smoe_fairseq.modules.losses import register_loss\n@register_loss('mine')\n"
-    (tmp_path / "own.py").write_text(f"{register}def mine(block, stats):\n    return {term}\n")
+    (tmp_path / "own.py").write_text(LOSS.format("mine", term))
     words = ["--user-dir", f"{ROOT}/smoe_fairseq:{tmp_path}/own.py", "--moe-losses", "mine=0.1"]
     words += ["--arch", "smoe_transformer_tiny", "--criterion", "smoe_label_smoothed_cross_entropy"]
     refused(train(small_corpus, tmp_path / "run", *words, check=False), "mine")
@@ -131,25 +135,18 @@ def test_a_plugin_that_is_missing_is_named(named, monkeypatch):
     assert "__init__.py" in refused(smoe("path", check=False), named)
 
 
-def test_a_name_that_is_taken_is_refused(tmp_path, balancing, monkeypatch):
-    (tmp_path / "mine.py").write_text(PLUGIN.read_text().replace('"sinkhorn"', '"topk"'))
-    monkeypatch.setenv("SMOE_PLUGINS", str(tmp_path / "mine.py"))
-    refused(smoe("path", check=False), "topk")
+GATE = "from smoe_fairseq.modules.gates import register_gate\n@register_gate('mine')\n"
+OTHERS = [  # a plugin, and what the sentence names
+    (PLUGIN.read_text().replace('"sinkhorn"', '"topk"'), "topk"),
+    *((LOSS.format(name, 0), name) for name in ("nll_loss", "moe_l1_loss", "moe_z_loss")),
+    *((GATE + gate, "own.py") for gate in ("class G:\n    pass\n", "class G\n")),
+]
 
 
-@pytest.mark.parametrize("name", ["nll_loss", "moe_l1_loss", "moe_z_loss"])
-def test_a_loss_with_the_name_of_another_number_is_refused(tmp_path, monkeypatch, name):
-    register = f"from smoe_fairseq.modules.losses import register_loss\n@register_loss({name!r})\n"
-    (tmp_path / "own.py").write_text(f"{register}def mine(block, stats):\n    return 0\n")
-    monkeypatch.setenv("SMOE_PLUGINS", str(tmp_path / "own.py"))
-    refused(smoe("path", check=False), name)
-
-
-def test_a_gate_of_another_class_is_refused(tmp_path):
-    imports = "from smoe_fairseq.modules.gates import register_gate"
-    for gate in ("class G:\n    pass\n", "class G\n"):
-        (tmp_path / "own.py").write_text(f"{imports}\n@register_gate('mine')\n{gate}")
-        refused(run("smoe", "path", check=False, SMOE_PLUGINS=str(tmp_path / "own.py")), "own.py")
+@pytest.mark.parametrize("content, named", OTHERS, ids=range(len(OTHERS)))
+def test_a_name_that_is_taken_or_another_class_is_refused(tmp_path, content, named):
+    (tmp_path / "own.py").write_text(content)
+    refused(run("smoe", "path", check=False, SMOE_PLUGINS=str(tmp_path / "own.py")), named)
 
 
 def test_logits_of_another_shape_are_refused():
