@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 from commands import refused, run, step_here
-from test_recipes import commands, write_dataset
+from test_recipes import TRAIN, commands, write_dataset
 
 from smoe_fairseq.errors import UsageError
 from smoe_fairseq.recipes.evaluation import metrics, scores
@@ -55,9 +55,6 @@ def test_tokenizer_of_a_language():
     assert metrics.tokenizer_of({"tokenize": False}, "zh") == "13a"  # sacreBLEU's own default
 
 
-TRAIN = {"arch": "smoe_transformer_tiny", "lr": 0.01, "max-tokens": 500, "max-update": 9}
-
-
 @pytest.fixture
 def dry(tmp_path):
     """What a recipe prints of a data set ``own`` with some settings."""
@@ -66,7 +63,7 @@ def dry(tmp_path):
         if not (tmp_path / "c").exists():
             settings = {"pairs": ["en-fr"], "raw": {}, "train": TRAIN, "experts": 4} | settings
             write_dataset(tmp_path / "c", "own", **settings)
-        given = {"CONFIG_DIR": str(tmp_path / "c"), "DRY_RUN": "1", "FORECAST": "0"}
+        given = {"CONFIG_DIR": str(tmp_path / "c"), "DRY_RUN": "1"}
         return step_here(*words, cwd=tmp_path, **given)
 
     return dry

@@ -9,7 +9,7 @@ import pytest
 import torch
 from commands import succeeded
 from sampling import soak
-from test_recipes import commands, recipe, tiny_place, write_dataset
+from test_recipes import TRAIN, commands, recipe, tiny_place, write_dataset
 
 from smoe_fairseq.checkpoints.reading import open_checkpoint
 from smoe_fairseq.compat.checkpoint_names import rank_file
@@ -129,16 +129,15 @@ def test_batches_of_sentences(monkeypatch):
     ],
 )
 def test_number_types_among_the_flags_of_a_data_set(tmp_path, own, precision, expected):
-    train = {"arch": "smoe_transformer", "lr": 1, "max-tokens": 64, "max-update": 1, **own}
-    given = write_dataset(tmp_path / "c", "own", pairs=["a-b"], raw={}, train=train, experts=4)
-    given |= {"DRY_RUN": "1", "GPUS": "1", "PRECISION": precision, "FORECAST": "0"}
+    content = {"pairs": ["a-b"], "raw": {}, "train": TRAIN | own, "experts": 4}
+    given = write_dataset(tmp_path / "c", "own", **content)
+    given |= {"DRY_RUN": "1", "GPUS": "1", "PRECISION": precision}
     (words,) = commands(recipe(tmp_path, "train", "own", "moe", **given), "fairseq-train")
     assert {"--bf16", "--fp16", "--amp"} & set(words) == expected
 
 
 def test_experts_that_a_data_set_shards_stay_so(tmp_path):
-    train = {"arch": "transformer", "lr": 1, "max-tokens": 64, "max-update": 1}
-    train["expert-parallel"] = True
+    train = TRAIN | {"expert-parallel": True}
     given = write_dataset(tmp_path / "c", "own", pairs=["a-b"], raw={}, train=train, experts=4)
     folder = tmp_path / "runs/own/moe"
     folder.mkdir(parents=True)

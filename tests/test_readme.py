@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from commands import run, succeeded
-from test_recipes import recipe, refusal, write_dataset
+from test_recipes import TRAIN, recipe, refusal, write_dataset
 
 ROOT = Path(__file__).parents[1]
 SMALL = "--arch smoe_transformer_tiny --max-update 2 --num-workers 0 --max-tokens 500".split()
@@ -51,7 +51,7 @@ def test_settings_for_a_laptop(tmp_path):
     """The file of docs/start.md has what training needs, as multi30k.yaml has it."""
     configs = shutil.copytree(ROOT / "configs", tmp_path / "configs")
     (configs / "datasets/mine.yaml").write_text(yaml_of("docs/start.md"))
-    given = {"CONFIG_DIR": str(configs), "GPUS": "0", "DRY_RUN": "1", "FORECAST": "0"}
+    given = {"CONFIG_DIR": str(configs), "GPUS": "0", "DRY_RUN": "1"}
     shown = [
         recipe(tmp_path, "train", name, "moe", **given).stdout for name in ("mine", "multi30k")
     ]
@@ -60,13 +60,10 @@ def test_settings_for_a_laptop(tmp_path):
         assert own[flag] == theirs[flag]
 
 
-WHOLE = {"arch": "smoe_transformer_tiny", "lr": 0.1, "max-tokens": 100, "max-update": 5}
-
-
-@pytest.mark.parametrize("missing", WHOLE)
+@pytest.mark.parametrize("missing", TRAIN)
 def test_what_training_cannot_do_without(tmp_path, missing):
     """fairseq would take a rate of 0.25, train for ever, or end in a stack trace."""
-    there = {name: value for name, value in WHOLE.items() if name != missing}
+    there = {name: value for name, value in TRAIN.items() if name != missing}
     given = write_dataset(tmp_path / "configs", "mine", pairs=["a-b"], train=there)
     ask = ("train", "mine", "smoe-2-2")
     sentence = refusal(recipe(tmp_path, *ask, DRY_RUN="1", GPUS="0", **given))
@@ -74,12 +71,12 @@ def test_what_training_cannot_do_without(tmp_path, missing):
         f"error: --{missing} is missing: expected it behind the method, or in"
     )
     assert "configs/datasets/mine.yaml" in sentence
-    behind = (f"--{missing}", str(WHOLE[missing]))
+    behind = (f"--{missing}", str(TRAIN[missing]))
     assert recipe(tmp_path, *ask, *behind, DRY_RUN="1", GPUS="0", **given).returncode == 0
 
 
 def test_methods_that_need_the_number_of_experts(tmp_path):
-    given = write_dataset(tmp_path / "configs", "mine", pairs=["a-b"], train=WHOLE)
+    given = write_dataset(tmp_path / "configs", "mine", pairs=["a-b"], train=TRAIN)
     result = recipe(tmp_path, "train", "mine", "moe", DRY_RUN="1", GPUS="0", **given)
     assert "datasets/mine.yaml: `experts` is missing, and moe needs it" in refusal(result)
 

@@ -30,6 +30,8 @@ from smoe_fairseq.recipes.commands import RECIPES
 
 ROOT = Path(__file__).parents[1]
 refusal = refused  # the one sentence with which a recipe ended
+# Without which a data set cannot be trained.
+TRAIN = {"arch": "smoe_transformer_tiny", "lr": 0.01, "max-tokens": 500, "max-update": 9}
 
 
 def recipe(
@@ -128,7 +130,7 @@ def write_text(folder: Path, pair: str, **lines: int) -> Path:
 
 
 def test_a_folder_of_ones_own_is_the_only_one(tmp_path):
-    given = {"DRY_RUN": "1", "GPUS": "0", "FORECAST": "0"}
+    given = {"DRY_RUN": "1", "GPUS": "0"}
     result = recipe(tmp_path, "train", "phrasebook", "dense", "--save-dir", "own", **given)
     (words,) = commands(result, "fairseq-train")
     assert value(words, "--save-dir") == "own" and value(words, "--log-file") == "own/train.log"
@@ -206,7 +208,7 @@ def test_without_its_last_checkpoint_a_run_goes_on_from_the_newest(tmp_path, suf
     folder.mkdir(parents=True)
     for name in ("1_10", "2_20", "1_5", "_best"):
         (folder / f"checkpoint_{name.strip('_')}{suffix}.pt").touch()
-    given = {"DRY_RUN": "1", "GPUS": "0", "FORECAST": "0"}
+    given = {"DRY_RUN": "1", "GPUS": "0"}
     printed = recipe(tmp_path, "train", "multi30k", "moe", **given).stdout
     assert "--restore-file runs/multi30k/moe/checkpoint_2_20.pt" in printed
     start = ("--finetune-from-model", str(tmp_path / "upcycled.pt"))  # which both cannot be given
@@ -238,7 +240,7 @@ def test_without_its_last_checkpoint_a_run_goes_on_from_the_newest(tmp_path, suf
 
 @pytest.mark.parametrize("method, told", [("smoe-44", True), ("smoe-4-4", False)])
 def test_a_name_of_one_stratum_is_told(tmp_path, method, told):
-    given = {"DRY_RUN": "1", "GPUS": "0", "FORECAST": "0"}
+    given = {"DRY_RUN": "1", "GPUS": "0"}
     said = recipe(tmp_path, "train", "multi30k", method, **given)
     assert said.returncode == 0 and ("44 experts" in said.stderr) == told
 

@@ -16,7 +16,7 @@ from programs import HANGS, started, wait_until
 from ranks import free_port
 from sampling import soak
 from test_lock import holder
-from test_recipes import ROOT, commands, recipe, tiny_place, value, write_dataset
+from test_recipes import ROOT, TRAIN, commands, recipe, tiny_place, value, write_dataset
 from test_several_processes import LAST, assert_same_bits, content
 from test_signals import state
 
@@ -172,13 +172,9 @@ def test_what_a_machine_without_gpu_adds_is_in_the_dry_run(tmp_path):
 
 
 def test_the_device_and_the_back_end_of_a_data_set_are_kept(tmp_path):
-    train = {"arch": "smoe_transformer_tiny", "lr": 0.1, "max-tokens": 64, "max-update": 1}
-    own = {
-        "pairs": ["en-fr"],
-        "raw": {},
-        "train": train | {"cpu": True, "ddp-backend": "pytorch_ddp"},
-    }
-    given = write_dataset(tmp_path / "configs", "own", **own) | {"DRY_RUN": "1", "GPUS": "2"}
+    train = TRAIN | {"cpu": True, "ddp-backend": "pytorch_ddp"}
+    given = write_dataset(tmp_path / "configs", "own", pairs=["en-fr"], raw={}, train=train)
+    given |= {"DRY_RUN": "1", "GPUS": "2"}
     words = commands(recipe(tmp_path, "train", "own", "dense", **given), "torchrun")[0]
     assert value(words, "--ddp-backend") == "pytorch_ddp" and "--cpu" in words
 

@@ -6,7 +6,7 @@ import pytest
 from commands import touch_binarised
 from fairseq import options
 from fairseq.dataclass.utils import convert_namespace_to_omegaconf
-from test_recipes import recipe, write_dataset
+from test_recipes import TRAIN, recipe, write_dataset
 
 from smoe_fairseq.progress import duration
 from smoe_fairseq.training import screen
@@ -119,20 +119,12 @@ def test_duration(seconds, said):
 @pytest.mark.parametrize("begun", [False, True])
 @pytest.mark.parametrize("saved", ["", "checkpoint_last.pt", "checkpoint_1_5.pt"])
 def test_the_last_line_says_how_to_go_on(tmp_path, ending, said, saved, begun):
-    given = write_dataset(
-        tmp_path / "configs",
-        "tiny",
-        pairs=["en-fr"],
-        raw={},
-        subwords={"vocab-size": 60},
-        train={"arch": "smoe_transformer_tiny", "max-tokens": 500, "max-update": 3, "lr": 0.01},
-        generate={"max-tokens": 1000},
-    )
+    given = write_dataset(tmp_path / "configs", "tiny", pairs=["en-fr"], raw={}, train=TRAIN)
     touch_binarised(tmp_path, "tiny", "en-fr")
     save = f"touch runs/tiny/smoe-2-2/{saved}; " if saved else ""
     save += "echo Start iterating over samples >> runs/tiny/smoe-2-2/train.log; " * begun
     given |= {"BASH_FUNC_fairseq-train%%": f"() {{ {save}{ending}; }}", "GPUS": "0"}
-    result = recipe(tmp_path, "train", "tiny", "smoe-2-2", FORECAST="0", fresh=True, **given)
+    result = recipe(tmp_path, "train", "tiny", "smoe-2-2", fresh=True, **given)
     assert result.returncode == 1
     if ending == "exit 1" and not begun:  # as at a flag that fairseq-train refuses
         assert not result.stderr

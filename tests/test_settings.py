@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 from commands import refused, sentence_of, step_here
-from test_recipes import ROOT
+from test_recipes import ROOT, TRAIN
 from test_table import table, write_scores
 
 from smoe_fairseq.errors import UsageError
@@ -126,9 +126,6 @@ def test_what_a_file_may_not_hold(configs, content, words):
     assert refusal().startswith(f"{path}") and words in refusal()
 
 
-TRAINED = {"arch": "smoe_transformer_tiny", "lr": 1, "max-tokens": 99, "max-update": 9}
-
-
 @pytest.mark.parametrize(
     "words, setting, value",
     [
@@ -147,7 +144,7 @@ def test_what_a_program_refuses_is_told_with_file_and_setting(configs, words, se
     for key in reversed(setting.split(".")):
         value = {key: value}
     below = configs(yaml.safe_dump(value), "below.yaml")
-    trained = TRAINED | ({"optimizer": "sgd", "adam-betas": False} if "adam-e" in setting else {})
+    trained = TRAIN | ({"optimizer": "sgd", "adam-betas": False} if "adam-e" in setting else {})
     configs({"pairs": ["en-fr"], "base": "below", "experts": 4, "train": trained})
     folder = below.parent.parent
     given = {"DRY_RUN": "1", "GPUS": "0", "FORECAST": "1", "CONFIG_DIR": str(below.parent)}
@@ -165,7 +162,7 @@ def test_what_a_program_refuses_is_told_with_file_and_setting(configs, words, se
     ],
 )
 def test_what_training_refuses_before_it_begins(configs, train, switch, named):
-    content = {"pairs": ["en-fr"], "experts": 4, "train": TRAINED | train}
+    content = {"pairs": ["en-fr"], "experts": 4, "train": TRAIN | train}
     folder = configs(content).parent.parent
     given = {"DRY_RUN": "1", "GPUS": "0", "FORECAST": "1", "CONFIG_DIR": str(folder), **switch}
     refused(step_here("train", "odd", "moe", cwd=folder.parent, **given), named)
