@@ -250,13 +250,6 @@ def test_a_methods_file_has_no_flags_of_the_recipe(configs, tmp_path):
         method_flags("own", load_dataset("odd"))
 
 
-def test_bounds_of_classes():
-    sizes = {"a": 900_001, "b": 900_000, "c": 100_000, "d": 99_999}
-    assert resource_classes("opus100", sizes) == {"high": ["a"], "medium": ["b", "c"], "low": ["d"]}
-    assert list(resource_classes("opus100").values()) == [None] * 3
-    assert resource_classes("multi30k") == {}
-
-
 def test_the_papers_numbers_stand_in_the_columns_that_a_smaller_data_set_has(configs, tmp_path):
     content = yaml.safe_load((ROOT / "configs/datasets/m4.yaml").read_text())
     configs(content | {"base": "common", "pairs": ["eng-msa"]}, "datasets/m4.yaml")

@@ -288,7 +288,7 @@ def test_opus100_averages_by_counted_sizes(tmp_path, monkeypatch):
     assert unknown["eng-xxx high"] == "-" and unknown["eng-xxx all"] == "93.00"
     assert "sizes.json is missing" in table(tmp_path, "opus100").stdout
 
-    each = (1_000_000, 900_000, 100_000, 99_999)
+    each = (900_001, 900_000, 100_000, 99_999)
     sizes = {f"en-{x}": each[i % 4] for i, x in enumerate(languages)}
     path = tmp_path / "data/opus100/sizes.json"
     path.parent.mkdir(parents=True)
