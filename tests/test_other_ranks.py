@@ -15,6 +15,7 @@ from smoe_fairseq.checkpoints.reading import open_checkpoint
 from smoe_fairseq.compat.checkpoint_names import rank_file
 from smoe_fairseq.errors import UsageError
 from smoe_fairseq.recipes.datasets import load_dataset
+from smoe_fairseq.recipes.settings import Settings
 from smoe_fairseq.recipes.training.batch import plan_batch
 from smoe_fairseq.recipes.training.reshard import reshard
 
@@ -108,9 +109,8 @@ def test_resharding_that_was_cut_short_is_completed(tmp_path, place, monkeypatch
     assert stop > 4
 
 
-def test_batches_of_sentences(monkeypatch):
-    monkeypatch.delenv("BATCH", raising=False)
-    dataset, flags = load_dataset("multi30k"), {"batch-size": 4}
+def test_batches_of_sentences():
+    dataset, flags = load_dataset("multi30k", Settings()), {"batch-size": 4}
     assert plan_batch(dataset, flags, 2).flags() == {"batch-size": 2, "update-freq": 1}
     with pytest.raises(UsageError, match="^3 ranks .* is 2 or 4; or set --batch$"):
         plan_batch(dataset, flags, 3)
@@ -147,14 +147,12 @@ def test_experts_that_a_data_set_shards_stay_so(tmp_path):
     assert shown.returncode == 0 and "reshard" not in shown.stdout
 
 
-def test_numbers_by_epoch_stay_as_they_are(monkeypatch):
-    monkeypatch.delenv("BATCH", raising=False)
-    dataset, flags = load_dataset("multi30k"), {"max-tokens": 4096}
+def test_numbers_by_epoch_stay_as_they_are():
+    dataset, flags = load_dataset("multi30k", Settings()), {"max-tokens": 4096}
     assert plan_batch(dataset, flags, 2, ["--update-freq", "4,2"]) is None
     assert plan_batch(dataset, flags | {"update-freq": "[4, 2]"}, 1) is None
 
 
-def test_a_named_batch_needs_no_other_size(monkeypatch):
-    monkeypatch.delenv("BATCH", raising=False)
-    dataset = replace(load_dataset("multi30k"), batch={"paper": 6000})
+def test_a_named_batch_needs_no_other_size():
+    dataset = replace(load_dataset("multi30k", Settings()), batch={"paper": 6000})
     assert plan_batch(dataset, {}, 2).flags() == {"max-tokens": 3000, "update-freq": 1}
