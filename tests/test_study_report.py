@@ -260,10 +260,8 @@ def test_flops_are_those_of_the_measured_capacity(two_runs):
     [
         (study_results.FILE, "{"),
         (study_results.FILE, "[]"),
-        (
-            study_results.FILE,
-            '{"command": "c", "commit": "1", "versions": {}, "updates": 2}',
-        ),  # no machine
+        # No machine.
+        (study_results.FILE, '{"command": "c", "commit": "1", "versions": {}, "updates": 2}'),
         (study_results.CURVE, ",".join(study_results.COLUMNS) + "\n2,3.5,3.5,,,\n"),
         (study_results.CURVE, ",".join(study_results.COLUMNS) + "\n2,3.5,high,,2000,1\n"),
         (study_results.ROUTING, "<<<<<<< ours"),
