@@ -626,6 +626,7 @@ ODD = [
         *("می\u200cخواهم", "क्\u200dष", "“Ça”, dit-il…", "全角，文字。", "ﬁ ½ ① ｶﾞ", "\u212b \u2126"),
         "r\r",
     ),
+    "e\u0302\u0323 e\u0323\u0302 \xea\u0323 \u1eb9\u0302",  # marks in any order make one letter
 ]
 
 

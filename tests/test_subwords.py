@@ -7,7 +7,6 @@ import sentencepiece
 from test_recipes import write_text
 
 from smoe_fairseq.cli import main
-from smoe_fairseq.recipes.data.normalization import nfc_rules
 
 NO_TEXT = {"latin-1": b"\xe9\n", "utf-16": "text".encode("utf-16") + b"\n", "mac": b"a\rb\r"}
 
@@ -102,9 +101,3 @@ def test_texts_behind_a_list_of_symbols_are_named(tmp_path, capsys):
         main(["subwords", "learn", *words])
     said = capsys.readouterr().err
     assert "argument --user-defined-symbols: " in said and str(text) in said
-
-
-def test_marks_in_any_order_make_one_letter():
-    rules = dict(line.split("\t") for line in nfc_rules().splitlines())
-    for text in ("e\u0302\u0323", "e\u0323\u0302", "\xea\u0323", "\u1eb9\u0302"):
-        assert rules[" ".join(f"{ord(c):X}" for c in text)] == "1EC7"
