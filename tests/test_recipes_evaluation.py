@@ -15,7 +15,17 @@ from types import SimpleNamespace
 import pytest
 import sacrebleu
 import yaml
-from commands import PLUGIN, bash_torchrun, changed, contents, refused, run_step, smoe, step_here
+from commands import (
+    PLUGIN,
+    bash_torchrun,
+    changed,
+    contents,
+    refused,
+    run_step,
+    smoe,
+    step_here,
+    succeeded,
+)
 from commands import run as run_program
 from sentencepiece import SentencePieceProcessor
 from test_lock import holder
@@ -32,24 +42,24 @@ from smoe_fairseq.recipes.settings import Settings
 
 
 @pytest.fixture(scope="module")
-def tiny(prepared):
-    """The run, and what each recipe printed."""
-    said = json.loads((prepared / "said.json").read_text())
-    return prepared, {name: SimpleNamespace(**each) for name, each in said.items()}
+def printed(prepared) -> dict[str, SimpleNamespace]:
+    """What each recipe printed."""
+    content = json.loads((prepared / "said.json").read_text())
+    return {name: SimpleNamespace(**each) for name, each in content.items()}
 
 
 @pytest.fixture
-def scored(tiny, tmp_path):
-    """A folder with the run of ``tiny``, evaluated, and a stand-in for ``comet-score``."""
+def scored(prepared, tmp_path):
+    """A folder with the run of ``prepared``, evaluated, and a stand-in for ``comet-score``."""
     for name in ("configs", "data", "runs"):
-        shutil.copytree(tiny[0] / name, tmp_path / name, symlinks=True)
+        shutil.copytree(prepared / name, tmp_path / name, symlinks=True)
     write_comet(tmp_path)
     return tmp_path
 
 
 @pytest.fixture
 def unevaluated(scored):
-    """A folder with the run of ``tiny``, as it was before it was evaluated."""
+    """A folder with the run of ``prepared``, as it was before it was evaluated."""
     shutil.rmtree(scored / "runs/tiny/smoe-2-2/test")
     (scored / "runs/tiny/smoe-2-2/scores.json").unlink()
     return scored
@@ -62,21 +72,19 @@ def copied_as(run: Path, method: str) -> None:
     (copy / "identity.json").write_text(json.dumps(content | {"method": method}))
 
 
-def test_a_copy_of_a_run_is_no_second_seed(tiny, tmp_path):
-    folder = tiny[0]
+def test_a_copy_of_a_run_is_no_second_seed(prepared, tmp_path):
     for name in ("smoe-2-2", "smoe-2-2.seed-7"):
-        shutil.copytree(folder / "runs/tiny/smoe-2-2", tmp_path / "tiny" / name)
-    given = {"CONFIG_DIR": str(folder / "configs"), "RUN_DIR": str(tmp_path)}
-    lines = recipe(folder, "table", "tiny", **given).stdout.splitlines()
+        shutil.copytree(prepared / "runs/tiny/smoe-2-2", tmp_path / "tiny" / name)
+    given = {"CONFIG_DIR": str(prepared / "configs"), "RUN_DIR": str(tmp_path)}
+    lines = recipe(prepared, "table", "tiny", **given).stdout.splitlines()
     (note,) = [line for line in lines if "--seed 1, not with --seed 7" in line]
     assert note.startswith("smoe-2-2.seed-7: ")
 
 
-def test_prepared_text_is_the_raw_text(tiny):
+def test_prepared_text_is_the_raw_text(prepared, printed):
     from fairseq.data import Dictionary, data_utils
 
-    folder, results = tiny
-    binary = folder / "data/tiny/bin"
+    binary = prepared / "data/tiny/bin"
     dictionaries = {(binary / f"dict.{lang}.txt").read_text() for lang in ("en", "fr", "de")}
     assert dictionaries == {(binary / "dict.txt").read_text()}
     dictionary = Dictionary.load(str(binary / "dict.txt"))
@@ -84,19 +92,21 @@ def test_prepared_text_is_the_raw_text(tiny):
         name = f"{split}.en-fr.{language}"
         data = data_utils.load_indexed_dataset(str(binary / name), dictionary)
         decoded = [dictionary.string(line, "sentencepiece") for line in data]
-        assert decoded == (folder / "data/tiny/raw" / name).read_text().splitlines()
-        assert decoded == [" ".join(x.split()) for x in open(folder / "text" / name, newline="\n")]
-    assert not list(folder.glob("data/**/*.partial"))
-    assert "prepared already" in results["again"].stdout
-    assert "prepared with other" not in results["train"].stderr
+        assert decoded == (prepared / "data/tiny/raw" / name).read_text().splitlines()
+        assert decoded == [
+            " ".join(x.split()) for x in open(prepared / "text" / name, newline="\n")
+        ]
+    assert not list(prepared.glob("data/**/*.partial"))
+    assert "prepared already" in printed["again"].stdout
+    assert "prepared with other" not in printed["train"].stderr
 
 
 @pytest.mark.parametrize("change", [sorted, lambda lines: lines[:20]], ids=["order", "size"])
-def test_a_dictionary_that_was_changed_since_is_refused(tiny, tmp_path, change):
+def test_a_dictionary_that_was_changed_since_is_refused(prepared, tmp_path, change):
     """Wherever it is read: numbers in the binarised text would stand for other words."""
     from fairseq.data import Dictionary
 
-    binary = shutil.copytree(tiny[0] / "data/tiny/bin", tmp_path / "bin")
+    binary = shutil.copytree(prepared / "data/tiny/bin", tmp_path / "bin")
     changed = binary / "dict.en.txt"
     assert len(Dictionary.load(str(changed))) > 24
     changed.write_text("".join(change(changed.read_text().splitlines(True))))
@@ -106,10 +116,10 @@ def test_a_dictionary_that_was_changed_since_is_refused(tiny, tmp_path, change):
     Dictionary.load(str(binary / "dict.fr.txt"))
 
 
-def test_a_changed_data_set_is_not_prepared_already(tiny, tmp_path):
-    shutil.copytree(tiny[0] / "data", tmp_path / "data")
-    raw = shutil.copytree(tiny[0] / "text", tmp_path / "text")
-    given = {"CONFIG_DIR": str(tiny[0] / "configs"), "DATA_DIR": str(tmp_path / "data")}
+def test_a_changed_data_set_is_not_prepared_already(prepared, tmp_path):
+    shutil.copytree(prepared / "data", tmp_path / "data")
+    raw = shutil.copytree(prepared / "text", tmp_path / "text")
+    given = {"CONFIG_DIR": str(prepared / "configs"), "DATA_DIR": str(tmp_path / "data")}
     (tmp_path / "data/tiny/raw/train.en-de.de").unlink()  # for room; what is there is the same
     (raw / "notes.txt").touch()
     same = recipe(tmp_path, "prepare", "tiny", RAW=str(raw), **given)
@@ -135,42 +145,41 @@ def test_a_changed_data_set_is_not_prepared_already(tiny, tmp_path):
     assert "raw/" in told()
     keep, train = {"keep": ["en-es"]}, {"train": {"max-source-positions": 40}}
     for name, more in (("`keep`", keep), ("`max-source-positions`", train)):
-        given |= configured(tmp_path / name, tiny[0], **more)
+        given |= configured(tmp_path / name, prepared, **more)
         assert name in told()
-    given |= configured(tmp_path / "clean", tiny[0], clean={"equal": "drop"})
+    given |= configured(tmp_path / "clean", prepared, clean={"equal": "drop"})
     edited = recipe(tmp_path, "train", "tiny", "smoe-2-2", "--no-such-flag", **given)
     assert edited.returncode == 2 and "was prepared with other `clean`" in edited.stderr  # not anew
 
 
-def configured(folder: Path, tiny: Path, **more) -> dict[str, str]:
-    """The environment that selects the data set of ``tiny`` with other settings."""
-    content = yaml.safe_load((tiny / "configs/datasets/tiny.yaml").read_text())
+def configured(folder: Path, prepared: Path, **more) -> dict[str, str]:
+    """The environment that selects the data set of ``prepared`` with other settings."""
+    content = yaml.safe_load((prepared / "configs/datasets/tiny.yaml").read_text())
     return write_dataset(folder, "tiny", **content | more)
 
 
-def test_text_of_a_pair_that_was_removed_is_not_used(tiny, tmp_path):
+def test_text_of_a_pair_that_was_removed_is_not_used(prepared, tmp_path):
     """It stays in raw/, and the subwords are those of a data set that never had it."""
-    given = configured(tmp_path / "c", tiny[0], pairs=["en-fr"])
+    given = configured(tmp_path / "c", prepared, pairs=["en-fr"])
     for name in ("with", "without"):
-        raw = shutil.copytree(tiny[0] / "data/tiny/raw", tmp_path / name / "tiny/raw")
+        raw = shutil.copytree(prepared / "data/tiny/raw", tmp_path / name / "tiny/raw")
         for file in raw.glob("*.en-de.*") if name == "without" else ():
             file.unlink()
-        result = recipe(tmp_path, "prepare", "tiny", DATA_DIR=name, **given)
-        assert result.returncode == 0, result.stderr
+        succeeded(recipe(tmp_path, "prepare", "tiny", DATA_DIR=name, **given))
     found = [contents(tmp_path / name / "tiny/bin") for name in ("with", "without")]
     assert found[0] == found[1]
 
 
-def test_codes_of_languages_that_were_exchanged_are_refused(tiny, tmp_path):
+def test_codes_of_languages_that_were_exchanged_are_refused(prepared, tmp_path):
     """Text of one language would be trained and scored as another's. A pair may still be left out."""
-    raw, number = tiny[0] / "text", iter(range(9))
+    raw, number = prepared / "text", iter(range(9))
 
     def step(*words, **more):
-        given = configured(tmp_path / f"c{next(number)}", tiny[0], **more)
+        given = configured(tmp_path / f"c{next(number)}", prepared, **more)
         return recipe(tmp_path, *words, RAW=str(raw), **given)
 
     codes = {"en": "swh", "fr": "eng", "de": "deu"}
-    assert step("prepare", "tiny", languages=codes).returncode == 0
+    succeeded(step("prepare", "tiny", languages=codes))
     left = {"pairs": ["en-fr"], "languages": {"en": "swh", "fr": "eng"}}
     assert "prepared already" in step("prepare", "tiny", **left).stdout
     mended = {"pairs": ["en-fr"], "languages": {"en": "eng", "fr": "swh"}}
@@ -187,10 +196,10 @@ def test_codes_of_languages_that_were_exchanged_are_refused(tiny, tmp_path):
     assert "`languages: {en: swh}`" in refusal(step("prepare", "tiny", **mended))
 
 
-def test_settings_that_text_does_not_follow_are_refused(tiny, tmp_path):
+def test_settings_that_text_does_not_follow_are_refused(prepared, tmp_path):
     """Text that is there, gathered or not, is not gathered again; what others binarised not at all."""
     own = {"pairs": ["en-fr"], "raw": {}, "experts": 4}
-    shutil.copytree(tiny[0] / "text", tmp_path / "text")
+    shutil.copytree(prepared / "text", tmp_path / "text")
     number = iter(range(9))
 
     def prepare(base: dict = own, **settings):
@@ -203,18 +212,18 @@ def test_settings_that_text_does_not_follow_are_refused(tiny, tmp_path):
     clean = {"clean": {"equal": "drop"}}
     given = write_dataset(tmp_path / "c", "own", **own, **clean)
     words = ("gather", "own", tmp_path / "text", tmp_path / "data/own/raw")
-    assert run_step(*words, cwd=tmp_path, **given).returncode == 0
-    assert prepare(set=clean).returncode == 0
+    succeeded(run_step(*words, cwd=tmp_path, **given))
+    succeeded(prepare(set=clean))
     assert "`clean`" in refusal(prepare())
-    assert prepare(RAW="text").returncode == 0
+    succeeded(prepare(RAW="text"))
     (tmp_path / "data/own/raw/.settings.json").unlink()
-    assert prepare().returncode == 0
+    succeeded(prepare())
     assert "`clean`" in refusal(prepare(set=clean))
     assert "`source.datasets`" in refusal(prepare(RAW="text", set={"source": {"datasets": "opus"}}))
     archive = {"text": "bin", "test": "test.{pair}.{language}", "vocabulary": "spm.model"}
     binarised = own | {"raw": {"binarised": archive, "archives": [{"url": "http://a/b"}]}}
     shutil.rmtree(tmp_path / "data")
-    assert prepare(binarised).returncode == 0
+    succeeded(prepare(binarised))
     assert "`clean`" in refusal(prepare(binarised, set=clean))
 
 
@@ -226,9 +235,8 @@ def test_a_refused_preparation_leaves_no_folder(tmp_path):
     assert "unmounted" in refused(result, "scratch")
 
 
-def test_scores_are_those_of_the_translations_against_raw_references(tiny):
-    folder, results = tiny
-    run = folder / "runs/tiny/smoe-2-2"
+def test_scores_are_those_of_the_translations_against_raw_references(prepared, printed):
+    run = prepared / "runs/tiny/smoe-2-2"
     content = json.loads((run / "scores.json").read_text())
     assert list(content["scores"]) == ["fr-en", "en-fr"]
     for direction, score in content["scores"].items():
@@ -237,15 +245,15 @@ def test_scores_are_those_of_the_translations_against_raw_references(tiny):
         found = [line.split("\t") for line in generated if line.startswith("D-")]
         ordered = [text for _, _, text in sorted(found, key=lambda words: int(words[0][2:]))]
         assert (run / f"test/{direction}.txt").read_text().splitlines() == ordered
-        references = (folder / f"text/test.en-fr.{target}").read_text().split("\n")[:-1]
+        references = (prepared / f"text/test.en-fr.{target}").read_text().split("\n")[:-1]
         bleu = sacrebleu.corpus_bleu(ordered, [references], force=True)
         expected = bleu.score
         assert score["bleu"] == pytest.approx(expected, abs=0.005)
         assert score["sentences"] == 12 and "tok:13a" in score["signature"]
         assert score["length_ratio"] == pytest.approx(bleu.sys_len / bleu.ref_len, abs=0.0005)
         said = f"# {direction}: BLEU {expected:.2f}, {score['length_ratio']:.2f} times the references' length"
-        assert said in results["evaluate"].stdout
-        warned = re.search(f"the translations of .*{direction}.* are", results["evaluate"].stderr)
+        assert said in printed["evaluate"].stdout
+        warned = re.search(f"the translations of .*{direction}.* are", printed["evaluate"].stderr)
         assert bool(warned) == (not 0.8 <= score["length_ratio"] <= 1.2)
     assert content["checkpoint"] == "checkpoint_best.pt"
     assert content["generate"].endswith("--beam 2")
@@ -265,68 +273,63 @@ def test_a_score_without_lengths_is_shown_without():
     assert odd == [0.7, 1.3]
 
 
-def test_direction_without_test_data_is_reported_and_left_out(tiny):
-    _, results = tiny
-    assert "test.en-de" in results["prepare"].stderr
-    assert all(f"warning: {d}" in results["evaluate"].stderr for d in ("de-en", "en-de"))
-    assert "| smoe-2-2 |" in results["table"].stdout.splitlines()[4]
-    header, _, row, *_ = results["table"].stdout.splitlines()[2:]
+def test_direction_without_test_data_is_reported_and_left_out(printed):
+    assert "test.en-de" in printed["prepare"].stderr
+    assert all(f"warning: {d}" in printed["evaluate"].stderr for d in ("de-en", "en-de"))
+    assert "| smoe-2-2 |" in printed["table"].stdout.splitlines()[4]
+    header, _, row, *_ = printed["table"].stdout.splitlines()[2:]
     assert "de" not in header.split() and " - |" not in row
 
 
 @pytest.mark.soak
-def test_experts_of_several_processes_are_evaluated_as_those_of_one(tiny):
-    folder, results = tiny
-    given = dict(CONFIG_DIR=str(folder / "configs"), RUN_DIR="sharded", OMP_NUM_THREADS="1")
+def test_experts_of_several_processes_are_evaluated_as_those_of_one(prepared):
+    given = dict(CONFIG_DIR=str(prepared / "configs"), RUN_DIR="sharded", OMP_NUM_THREADS="1")
     given |= bash_torchrun()
     flags = ["--cpu", "--expert-parallel", "--max-update", "3"]
-    trained = recipe(folder, "train", "tiny", "smoe-2-2", *flags, GPUS="2", **given)
-    assert trained.returncode == 0, trained.stdout[-3000:] + trained.stderr[-3000:]
-    run = folder / "sharded/tiny/smoe-2-2"
+    succeeded(recipe(prepared, "train", "tiny", "smoe-2-2", *flags, GPUS="2", **given))
+    run = prepared / "sharded/tiny/smoe-2-2"
     assert (run / "checkpoint_best-rank-1.pt").exists()
     for consolidated in (True, False):  # again only when there is something newer
-        evaluated = recipe(folder, "evaluate", "tiny", "smoe-2-2", "--cpu", **given)
+        evaluated = recipe(prepared, "evaluate", "tiny", "smoe-2-2", "--cpu", **given)
         assert ("in one checkpoint" in evaluated.stdout) == consolidated
     (run / "checkpoint_best-rank-1.pt").touch()
-    evaluated = recipe(folder, "evaluate", "tiny", "smoe-2-2", "--cpu", **given)
+    evaluated = recipe(prepared, "evaluate", "tiny", "smoe-2-2", "--cpu", **given)
     assert "in one checkpoint" not in evaluated.stdout and "(translated before)" in evaluated.stdout
     for file in run.glob("checkpoint_best-rank-*.pt"):  # as rsync -a brings newer ones
         changed(file, file, lambda state: state["extra_state"].update(newer=True))
         os.utime(file, (1, 1))
-    evaluated = recipe(folder, "evaluate", "tiny", "smoe-2-2", "--cpu", **given)
+    evaluated = recipe(prepared, "evaluate", "tiny", "smoe-2-2", "--cpu", **given)
     assert "in one checkpoint" in evaluated.stdout and "(translated before)" not in evaluated.stdout
     assert list(json.loads((run / "scores.json").read_text())["scores"]) == ["fr-en", "en-fr"]
 
 
-def test_training_shows_a_few_lines_and_logs_the_rest(tiny):
-    folder, results = tiny
-    log = (folder / "runs/tiny/smoe-2-2/train.log").read_text()
+def test_training_shows_a_few_lines_and_logs_the_rest(prepared, printed):
+    log = (prepared / "runs/tiny/smoe-2-2/train.log").read_text()
     assert log.startswith("$ fairseq-train ")
     for said in ("requested_capacity", "SMoETransformerModel(", "done training", "dictionary: "):
         assert said in log, said
-    screen = results["train"].stdout
+    screen = printed["train"].stdout
     assert "  update 1 of 60 | loss " in screen and "  update 60 of 60 | loss " in screen
     assert re.search(r"update 60 of 60 \| validation loss [\d.]+ \(best\) \| saved", screen)
     assert not re.search("INFO|requested_capacity|tensorboardX|fairseq-train", screen)
-    assert all(len(result.stdout.splitlines()) < 20 for result in results.values())
+    assert all(len(result.stdout.splitlines()) < 20 for result in printed.values())
 
 
 @pytest.mark.soak
-def test_spbleu_is_computed_where_its_tokenizer_is_there(unevaluated, tiny):
+def test_spbleu_is_computed_where_its_tokenizer_is_there(unevaluated, prepared):
     """By sacreBLEU's place for it, also of what is scored already; BLEU stays what it was."""
     run = unevaluated / "runs/tiny/smoe-2-2"
-    expected = result_of(tiny[0] / "runs/tiny/smoe-2-2")
+    expected = result_of(prepared / "runs/tiny/smoe-2-2")
     given = {"SACREBLEU": str(unevaluated / "sacrebleu")}
-    assert evaluate_again(unevaluated, **given).returncode == 0
+    succeeded(evaluate_again(unevaluated, **given))
     (run / "scores.json").unlink()  # as advised where it is damaged
-    assert evaluate_again(unevaluated, **given).returncode == 0
+    succeeded(evaluate_again(unevaluated, **given))
     assert result_of(run) == expected
     models = unevaluated / "sacrebleu/models"
     models.mkdir(parents=True)
     stand_in = models / "flores200sacrebleuspm"
     shutil.copyfile(unevaluated / "data/tiny/bin/spm.model", stand_in)
-    evaluated = evaluate_again(unevaluated, **given)
-    assert evaluated.returncode == 0, evaluated.stderr
+    evaluated = succeeded(evaluate_again(unevaluated, **given))
     assert evaluated.stdout.count("(translated before)") == 2
     found = result_of(run)
     points, signature = found["scores"]["fr-en"]["others"].pop("spBLEU")
@@ -339,12 +342,11 @@ def test_spbleu_is_computed_where_its_tokenizer_is_there(unevaluated, tiny):
 
 
 @pytest.mark.soak
-def test_a_trained_run_is_not_trained_again(tiny, unevaluated):
+def test_a_trained_run_is_not_trained_again(unevaluated):
     run = unevaluated / "runs/tiny/smoe-2-2"
     before = (run / "checkpoint_last.pt").stat().st_mtime_ns
     given = {"CONFIG_DIR": str(unevaluated / "configs"), "OMP_NUM_THREADS": "1"}
-    again = recipe(unevaluated, "train", "tiny", "smoe-2-2", **given)
-    assert again.returncode == 0
+    again = succeeded(recipe(unevaluated, "train", "tiny", "smoe-2-2", **given))
     assert "runs/tiny/smoe-2-2 is trained already" in again.stdout
     further = recipe(unevaluated, "train", "tiny", "smoe-2-2", "--max-update", "61", **given)
     assert "update 61 of 61 | loss" in further.stdout
@@ -378,14 +380,14 @@ def evaluate_again(folder: Path, *flags: str, **given: str) -> subprocess.Comple
     return recipe(folder, "evaluate", "tiny", "smoe-2-2", "--beam", "2", *flags, **given)
 
 
-def test_the_commands_of_a_dry_run_give_the_same_translations_and_scores(tiny, unevaluated):
+def test_the_commands_of_a_dry_run_give_the_same_translations_and_scores(prepared, unevaluated):
     """As a person types them, in bash: fairseq-generate, grep, sort, cut, sacrebleu."""
     run = unevaluated / "runs/tiny/smoe-2-2"
     (run / "test.partial").mkdir()
     printed = evaluate_again(unevaluated, DRY_RUN="1").stdout
     for line in filter(lambda line: line and line[0] != "#", printed.splitlines()):
         subprocess.run(["bash", "-ec", line], cwd=unevaluated, check=True, env=surroundings())
-    ours = tiny[0] / "runs/tiny/smoe-2-2/test"
+    ours = prepared / "runs/tiny/smoe-2-2/test"
     for direction in ("en-fr", "fr-en"):
         for name in (f"{direction}.txt", f"{direction}.json"):
             assert (run / "test.partial" / name).read_text() == (ours / name).read_text()
@@ -393,18 +395,15 @@ def test_the_commands_of_a_dry_run_give_the_same_translations_and_scores(tiny, u
             folder / direction / "generate-test.txt" for folder in (ours, run / "test.partial")
         )
         for one, other in zip(*map(lines_of, files), strict=True):
-            kind, *words = one.split("\t")
-            assert [kind, words[-1]] == [other.split("\t")[0], other.split("\t")[-1]] or kind[
-                0
-            ] == "P"
-            numbers = (line.split("\t")[1].split() for line in (one, other))
-            one, other = (list(map(float, each)) for each in numbers)
-            assert one == pytest.approx(other, abs=2e-4)  # sums in another order
+            (kind, *words), (other_kind, *other_words) = one.split("\t"), other.split("\t")
+            assert kind == other_kind and (kind[0] == "P" or words[-1] == other_words[-1])
+            numbers = (list(map(float, each[0].split())) for each in (words, other_words))
+            assert next(numbers) == pytest.approx(next(numbers), abs=2e-4)  # sums in another order
 
 
 def test_translations_may_begin_as_the_references(unevaluated):
     """With --prefix-size, as those of fairseq-generate; the language's token is the first."""
-    assert evaluate_again(unevaluated, "--prefix-size", "3", "--max-len-b", "12").returncode == 0
+    succeeded(evaluate_again(unevaluated, "--prefix-size", "3", "--max-len-b", "12"))
     test = unevaluated / "runs/tiny/smoe-2-2/test"
     subwords = SentencePieceProcessor(model_file=str(unevaluated / "data/tiny/bin/spm.model"))
     for direction in ("en-fr", "fr-en"):
@@ -442,9 +441,8 @@ def test_an_interrupted_evaluation_goes_on_with_what_is_left(unevaluated, monkey
     def end(journal: Journal, part) -> None:
         append(journal, part)
         if (run / "test.partial/scores.json").exists() and journal.parts == 4:
-            raise SystemExit(
-                143
-            )  # of the second direction, whose second batch has two more sentences
+            # Of the second direction, whose second batch has two more sentences.
+            raise SystemExit(143)
 
     with monkeypatch.context() as interrupted, pytest.raises(SystemExit):
         interrupted.setattr(Journal, "append", end)
@@ -475,7 +473,7 @@ def test_what_is_evaluated_is_not_evaluated_again_unless_anything_is_new(unevalu
 
     def is_new(*flags: str) -> bool:
         before = file.stat().st_mtime_ns if file.exists() else 0
-        assert evaluate_again(unevaluated, *flags).returncode == 0
+        succeeded(evaluate_again(unevaluated, *flags))
         return file.stat().st_mtime_ns != before
 
     assert [is_new(), is_new()] == [True, False]
@@ -614,17 +612,16 @@ def write_comet(folder: Path, worth: float = 1) -> None:
 def test_comet_scores_what_is_translated_already(scored):
     given = {"COMET": f"{scored}/comet-score --gpus 0"}
     before = result_of(scored / "runs/tiny/smoe-2-2")["scores"]
-    evaluated = evaluate_again(scored, **given)
-    assert evaluated.returncode == 0, evaluated.stderr
+    evaluated = succeeded(evaluate_again(scored, **given))
     for direction, score in result_of(scored / "runs/tiny/smoe-2-2")["scores"].items():
         points, signature = score["others"].pop("COMET")
         assert signature == "model:Unbabel/wmt22-comet-da"
         assert f"# {direction}: COMET {points:.2f}" in evaluated.stdout
         assert score == before[direction]
     # Both directions in one go, and not again; another model is another score.
-    assert evaluate_again(scored, **given).returncode == 0
+    succeeded(evaluate_again(scored, **given))
     assert (scored / "comet_runs").read_text() == "Unbabel/wmt22-comet-da 0\n"
-    assert evaluate_again(scored, **given, COMET_MODEL="another").returncode == 0
+    succeeded(evaluate_again(scored, **given, COMET_MODEL="another"))
     assert (scored / "comet_runs").read_text().splitlines()[1:] == ["another 0"]
     configs = {"CONFIG_DIR": str(scored / "configs")}
     shown = smoe("table", "tiny", "--metric", "comet", cwd=scored, **configs).stdout
@@ -678,14 +675,11 @@ def test_a_dry_run_shows_the_command_of_comet(scored):
 
 def test_other_metrics_of_sacrebleu_and_of_any_program(scored):
     file = scored / "configs/datasets/tiny.yaml"
-    content, words = (
-        yaml.safe_load(file.read_text()),
-        "awk '{print length($0) - 9000}' {translation}",
-    )
+    content = yaml.safe_load(file.read_text())
+    words = "awk '{print length($0) - 9000}' {translation}"
     content["sacrebleu"] = {**content.get("sacrebleu", {}), "metrics": ["bleu", "chrf", "ter"]}
     file.write_text(yaml.safe_dump(content | {"metrics": {"Length": words}}))
-    evaluated = evaluate_again(scored)
-    assert evaluated.returncode == 0, evaluated.stderr
+    succeeded(evaluate_again(scored))
     run = scored / "runs/tiny/smoe-2-2"
     for direction, score in result_of(run)["scores"].items():
         lines = (run / f"test/{direction}.txt").read_text().splitlines()
