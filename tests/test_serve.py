@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from commands import run, run_python
-from handmade import ROUTES, SPECIAL
+from handmade import ROUTES, SPECIAL, class_of
 from programs import HANGS
 from serving import JSON, Serving
 from test_model import tiny
@@ -80,7 +80,8 @@ def test_routes_are_those_on_paper(three_languages, gates_by_hand):
     for side in ("encoder", "decoder"):
         routing = found["routing"][side]
         assert [each["name"] for each in routing["layers"]] == [f"{side}.layer.{n}" for n in (1, 3)]
-        classes = [SPECIAL if s else int(t[2:]) % 3 for t, s in zip(*tokens_of(routing))]
+        tokens = zip(routing["tokens"], routing["special"])
+        classes = [SPECIAL if special else class_of(token) for token, special in tokens]
         for layer in routing["layers"]:
             assert layer["strata"] == [2, 2, 2, 2] and layer["first_experts"] == [0, 2, 4, 6]
             for kind, stops in zip(classes, layer["stops"], strict=True):
@@ -88,10 +89,6 @@ def test_routes_are_those_on_paper(three_languages, gates_by_hand):
     encoder, decoder = (found["routing"][side]["tokens"] for side in ("encoder", "decoder"))
     assert encoder == ["__bb__", "aa0", "aa1", "aa2", "aa5", "</s>"] == found["tokens"]
     assert decoder == ["</s>", *found["hypotheses"][0]["tokens"][:-1]]
-
-
-def tokens_of(routing):
-    return routing["tokens"], routing["special"]
 
 
 @pytest.mark.soak
