@@ -43,12 +43,8 @@ def recipe(
     """
     environment = surroundings(fresh) | {"CONFIG_DIR": str(ROOT / "configs")} | environment
     if not fresh and script in RECIPES:
-        apart = {
-            "train",
-            "study",
-            "report",
-            "demo",
-        }  # what starts others, and what sacreBLEU reads once
+        # What starts others, and what sacreBLEU reads once.
+        apart = {"train", "study", "report", "demo"}
         apart |= {"evaluate"} if "SACREBLEU" in environment else set()
         dry = environment.get("DRY_RUN") or "--dry-run" in words
         start = run_step if script in apart and not dry else step_here

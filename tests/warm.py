@@ -148,9 +148,8 @@ def run_program(words: list[str]) -> None:
     else:
         sys.path[0] = str(Path(words[0]).parent)
         sys.argv = words
-        main = sys.modules["__main__"] = types.ModuleType(
-            "__main__"
-        )  # also while an error is printed
+        # Also while an error is printed.
+        main = sys.modules["__main__"] = types.ModuleType("__main__")
         main.__file__ = words[0]
         exec(compile(Path(words[0]).read_bytes(), words[0], "exec"), vars(main))
 
