@@ -128,7 +128,6 @@ setup(
         "serve": ["starlette>=0.40,<2", "uvicorn>=0.30,<1"],
         "subword-nmt": ["subword-nmt>=0.3.8,<0.4"],  # models of fairseq with @@
         "dev": [
-            "hypothesis>=6",
             "mkdocs-material>=9.5,<10",
             "playwright>=1.45",  # drives an installed Chromium
             "pytest>=8",
