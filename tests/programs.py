@@ -35,6 +35,15 @@ def started(command, folder: Path, environment=None, **more) -> subprocess.Popen
     return subprocess.Popen(list(map(str, command)), cwd=folder, env=environment, **both, **more)
 
 
+def path_with(folder: Path, bodies: dict[str, str]) -> str:
+    """PATH in which programs in bash, made in ``folder``, stand before this environment's."""
+    folder.mkdir()
+    for name, body in bodies.items():
+        (folder / name).write_text(f"#!/usr/bin/env bash\n{body}\n")
+        (folder / name).chmod(0o755)
+    return os.pathsep.join([str(folder), str(Path(sys.executable).parent), os.environ["PATH"]])
+
+
 class Program:
     """One that has been started: its ``pid``. Where nobody refers to it any more, it is killed.
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from commands import bash_functions, bash_torchrun, refused, run, succeeded
-from programs import HANGS, started, wait_until
+from programs import HANGS, path_with, started, wait_until
 from ranks import free_port
 from sampling import soak
 from test_lock import holder
@@ -37,11 +37,7 @@ SLURM = {
 def place(tmp_path, small_corpus) -> dict[str, str]:
     saving = {"save-interval-updates": 2, "keep-interval-updates": 1}
     given = tiny_place(tmp_path, small_corpus, **{"batch-size": 4, **saving})
-    (tmp_path / "bin").mkdir()
-    for name, body in SLURM.items():
-        (tmp_path / "bin" / name).write_text(f"#!/usr/bin/env bash\n{body}\n")
-        (tmp_path / "bin" / name).chmod(0o755)
-    return given | {"PATH": f"{tmp_path}/bin{os.pathsep}{os.environ['PATH']}"}
+    return given | {"PATH": path_with(tmp_path / "bin", SLURM)}
 
 
 def interrupted(folder: Path, script: str, words, send: signal.Signals, environment) -> int:

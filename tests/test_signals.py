@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 from commands import STEP, run, touch_binarised
-from programs import HANGS, started, wait_until
+from programs import HANGS, path_with, started, wait_until
 from test_recipes import ROOT
 
 # In the place of srun, which starts the training: a process that takes its time to end, and one in the
 # background, where bash would have SIGINT ignored.
-SRUN = """#!/usr/bin/env bash
+SRUN = """
 trap 'sleep 0.3; echo heeded > heeded; exit 0' TERM INT HUP
 python -S -c '
 import os, signal, time
@@ -47,13 +47,10 @@ MOE = ["train.sh", "m15", "moe"]
 def training(tmp_path, request):
     """A script that trains, once its command runs, and the processes of the command."""
     script, *words = request.param
-    (tmp_path / "bin").mkdir()
-    (tmp_path / "bin/srun").write_text(SRUN)
-    (tmp_path / "bin/srun").chmod(0o755)
     for dataset in ("m15", "phrasebook"):
         touch_binarised(tmp_path, dataset)
-    path = [str(tmp_path / "bin"), str(Path(sys.executable).parent), os.environ["PATH"]]
-    given = {"PATH": os.pathsep.join(path), "GPUS": "1", "LAUNCHER": "slurm"}
+    path = path_with(tmp_path / "bin", {"srun": SRUN})
+    given = {"PATH": path, "GPUS": "1", "LAUNCHER": "slurm"}
     process = started([ROOT / "scripts" / script, *words], tmp_path, os.environ | given)
     files = [tmp_path / name for name in ("background", "started")]
     wait_until(lambda: all(f.exists() and f.read_text().strip() for f in files), process)

@@ -3,13 +3,12 @@
 import os
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 from commands import touch_binarised
-from programs import HANGS, started, wait_until
+from programs import HANGS, path_with, started, wait_until
 from sampling import soak
 from test_recipes import ROOT
 
@@ -25,13 +24,8 @@ STAND_INS = {
 @pytest.fixture
 def cluster(tmp_path) -> dict[str, str]:
     """The environment of a login node."""
-    (tmp_path / "bin").mkdir()
-    for name, body in STAND_INS.items():
-        (tmp_path / "bin" / name).write_text(f"#!/usr/bin/env bash\n{body}\n")
-        (tmp_path / "bin" / name).chmod(0o755)
     touch_binarised(tmp_path, "m15")
-    path = [str(tmp_path / "bin"), str(Path(sys.executable).parent), os.environ["PATH"]]
-    return os.environ | {"PATH": os.pathsep.join(path)}
+    return os.environ | {"PATH": path_with(tmp_path / "bin", STAND_INS)}
 
 
 @pytest.mark.parametrize(
