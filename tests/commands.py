@@ -240,6 +240,12 @@ def put(name: str, tensor):
     return lambda state: state["model"].update({name: tensor})
 
 
+def config_of(state: dict, part: str) -> dict:
+    """A part of a checkpoint's config, which is a dictionary or an object, to be changed."""
+    part = state["cfg"][part]
+    return part if isinstance(part, dict) else vars(part)
+
+
 def load(path: Path) -> dict:
     """What a checkpoint holds."""
     import fairseq.checkpoint_utils  # noqa: F401  (for the types that fairseq's checkpoints hold)

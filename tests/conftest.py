@@ -11,7 +11,7 @@ from pathlib import Path
 import handmade
 import pretrained
 import pytest
-from commands import changed, preprocess, run, succeeded, train
+from commands import changed, config_of, preprocess, run, succeeded, train
 from filelock import FileLock
 from plain_loops import EXECUTIONS, executing
 from ranks import Ranks
@@ -166,8 +166,7 @@ def hyphens(sparse, small_corpus, tmp_path_factory) -> Path:
 
     def change(state):
         named = {"source_lang": "en", "target_lang": "zh-CN", "data": str(folder)}
-        task = state["cfg"]["task"]
-        (task if isinstance(task, dict) else vars(task)).update(named)
+        config_of(state, "task").update(named)
 
     changed(sparse, folder / "checkpoint_last.pt", change)
     return folder

@@ -3,13 +3,12 @@
 import json
 import math
 import shutil
-from argparse import Namespace
 from pathlib import Path
 
 import pretrained
 import pytest
 import torch
-from commands import changed, load
+from commands import changed, config_of, load
 from test_expert_parallel_checkpoints import call, refusal
 
 from smoe_fairseq.models.checks import same_bits
@@ -313,7 +312,7 @@ def test_languages_in_a_file(imported, tmp_path):
     folder = shutil.copytree(imported.parent, tmp_path / "copy")
 
     def change(state):
-        task = vars(state["cfg"]["task"])
+        task = config_of(state, "task")
         languages.extend(task["langs"])
         task |= {"langs": None, "lang_dict": "gone/langs.txt"}
 
@@ -368,11 +367,9 @@ def published(imported, kind, tmp_path_factory) -> Path:
     (folder / dictionary).write_text("".join(words))
 
     def change(state):
-        task, langs = state["cfg"]["task"], list(pretrained.LANGUAGES)
-        langs, tags = (None, False) if kind == "m2m" else (langs, True)
-        state["cfg"]["task"] = {**vars(task)} if isinstance(task, Namespace) else {**task}
-        state["cfg"]["task"] |= {"langs": langs, "data": "gone", "fixed_dictionary": None}
-        state["cfg"]["task"]["add_data_source_prefix_tags"] = tags
+        langs, tags = (None, False) if kind == "m2m" else (list(pretrained.LANGUAGES), True)
+        own = {"langs": langs, "data": "gone", "fixed_dictionary": None}
+        config_of(state, "task").update(own, add_data_source_prefix_tags=tags)
 
     return changed(folder / "stock.pt", folder / "checkpoint.pt", change)
 

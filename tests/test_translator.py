@@ -15,6 +15,7 @@ import torch
 from commands import (
     PLUGIN,
     changed,
+    config_of,
     generation,
     hypotheses,
     preprocess,
@@ -223,16 +224,13 @@ def test_the_text_of_fairseqs_search_is_that_of_ours(multilingual, three_languag
 def test_a_language_of_no_direction_in_training(multilingual, three_languages, tmp_path):
     """It has the dictionary of the side, even with ``--decoder-langtok``."""
 
-    def change(state):
-        task = state["cfg"]["task"]
-        (task if isinstance(task, dict) else vars(task))["lang_pairs"] = ["aa-bb"]
-
+    few = lambda state: config_of(state, "task").update(lang_pairs=["aa-bb"])  # noqa: E731
     given = {"data_name_or_path": three_languages, "langtoks": {"main": ("tgt", "tgt")}}
     one, other = (
         SMoETransformerModel.from_pretrained(path, **given).translate(
             "aa1 aa2", source_lang="aa", target_lang="cc", beam=1, max_len_b=5
         )
-        for path in (changed(multilingual, tmp_path / "few.pt", change), multilingual)
+        for path in (changed(multilingual, tmp_path / "few.pt", few), multilingual)
     )
     assert one == other
 
@@ -506,10 +504,8 @@ def test_validation_of_a_stock_model(corpus, pre_norm, tmp_path, age):
 
 def test_validation_says_what_is_missing(corpus, pre_norm, tmp_path):
     (tmp_path / "cut.pt").write_bytes(pre_norm.read_bytes()[:5000])
-    foreign = torch.load(pre_norm, weights_only=True)
-    task = foreign["cfg"]["task"]
-    task.update(_name="other") if isinstance(task, dict) else vars(task).update(_name="other")
-    torch.save(foreign, tmp_path / "foreign.pt")
+    foreign = lambda state: config_of(state, "task").update(_name="other")  # noqa: E731
+    changed(pre_norm, tmp_path / "foreign.pt", foreign)
     for path, words in (
         ("none.pt", "none.pt is missing"),
         ("cut.pt", "cut.pt is cut off or not a checkpoint"),
@@ -539,9 +535,7 @@ def test_without_its_plugin_every_command_says_so(two_updates, small_corpus, nam
 @pytest.mark.parametrize("kind, flag", [("model", "--arch"), ("task", "--task")])
 def test_our_commands_name_what_is_of_another_plugin(prepared, tmp_path, kind, flag):
     def change(state):
-        config = state["cfg"][kind]
-        config = config if isinstance(config, dict) else vars(config)
-        config.update(_name="mine", arch="mine", task="mine")
+        config_of(state, kind).update(_name="mine", arch="mine", task="mine")
 
     best, path = prepared / "runs/tiny/smoe-2-2/checkpoint_best.pt", tmp_path / "other.pt"
     changed(best, path, change)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from commands import PLUGIN, changed, contents, generate, load, put, refused, untrained
+from commands import PLUGIN, changed, config_of, contents, generate, load, put, refused, untrained
 from fairseq import checkpoint_utils
 from sampling import soak
 from test_expert_parallel_checkpoints import call, refusal
@@ -214,10 +214,8 @@ def test_other_ways_to_say_of_what_model_it_is(corpus, pre_norm, tmp_path, age):
         if age == "args":
             state.update(older(state))
             return
-        flat = state["cfg"]["model"]
-        values = dict(flat if isinstance(flat, dict) else vars(flat))
         nested = {"_name": "transformer", "encoder": {}, "decoder": {}}
-        for name, value in values.items():
+        for name, value in config_of(state, "model").items():
             side, _, inner = name.partition("_")
             if side in ("encoder", "decoder"):
                 nested[side][inner] = value
@@ -258,11 +256,7 @@ def test_options_that_make_no_such_model(dense, tmp_path, words):
 
 
 def set_option(name: str, value):
-    def change(state):
-        model = state["cfg"]["model"]
-        (model if isinstance(model, dict) else vars(model))[name] = value
-
-    return change
+    return lambda state: config_of(state, "model").update({name: value})
 
 
 OTHERS = {  # by what the sentence names
