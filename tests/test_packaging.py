@@ -75,23 +75,16 @@ def wheel_of(source, folder):
 
 def check_installation(python, package):
     execute(python, "import fairseq.models")
-    command = python.parent / "smoe"
-    path = subprocess.run([command, "path"], capture_output=True, text=True, check=True).stdout
-    assert path == f"{package}\n"
+    assert smoe(python, "path") == f"{package}\n"
+    assert "smoe-2-2-2-2" in smoe(python, "cost", "--paper", "m4")
 
 
-def recipes(python, *words, **environment):
-    """What a command prints that needs the recipes."""
+def smoe(python, *words, **environment):
+    """What its ``smoe`` prints."""
     given = {name: value for name, value in os.environ.items() if name != "CONFIG_DIR"}
+    options = {"cwd": python.parent, "env": given | environment, "capture_output": True}
     words = [python.parent / "smoe", *words]
-    return subprocess.run(
-        words,
-        cwd=python.parent,
-        env=given | environment,
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout
+    return subprocess.run(words, check=True, text=True, **options).stdout
 
 
 @pytest.mark.soak
@@ -109,20 +102,18 @@ def test_wheel(source, bare, tmp_path):
 
     install(bare, wheel)
     python = f"python{sys.version_info.major}.{sys.version_info.minor}"
-    check_installation(bare, bare.parent.parent / "lib" / python / "site-packages/smoe_fairseq")
     shutil.rmtree(source)  # and with it the checkout
-    assert "smoe-2-2-2-2" in recipes(bare, "cost", "--paper", "m4")
+    check_installation(bare, bare.parent.parent / "lib" / python / "site-packages/smoe_fairseq")
     scores = {"nso-eng": {"bleu": 30.0, "signature": "s", "sentences": 1}}
     (tmp_path / "runs/m4/moe").mkdir(parents=True)
     (tmp_path / "runs/m4/moe/scores.json").write_text(json.dumps({"scores": scores}))
-    assert "30.00" in recipes(bare, "table", "m4", RUN_DIR=str(tmp_path / "runs"))
+    assert "30.00" in smoe(bare, "table", "m4", RUN_DIR=str(tmp_path / "runs"))
 
 
 @pytest.mark.soak
 def test_editable_installation(source, bare):
     install(bare, "-e", source)
     check_installation(bare, source / "smoe_fairseq")
-    assert "smoe-2-2-2-2" in recipes(bare, "cost", "--paper", "m4")
 
     # A checkout that has gone leaves fairseq as it was, and other programs undisturbed.
     source.rename(source.with_name("elsewhere"))
