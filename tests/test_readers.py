@@ -15,7 +15,7 @@ from types import SimpleNamespace
 import pytest
 import sentencepiece
 import yaml
-from commands import step_here, succeeded
+from commands import refused, step_here, succeeded
 from sacrebleu.metrics import CHRF
 from sampling import soak
 from test_recipes import write_dataset, write_text
