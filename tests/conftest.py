@@ -6,6 +6,7 @@ import os
 import random
 import shutil
 import signal
+import tarfile
 from pathlib import Path
 
 import handmade
@@ -247,6 +248,21 @@ def nllb(tmp_path_factory) -> Path:
     """A folder of transformers with a small NLLB-200, trained a little."""
     make = lambda folder: pretrained.write_model(folder, "nllb", 80)  # noqa: E731
     return shared(tmp_path_factory, "nllb", make)
+
+
+@pytest.fixture(scope="session")
+def recorded(tmp_path_factory) -> Path:
+    """A folder of the checkpoints in ``tests/golden``, with the text that they have learnt."""
+    from test_golden import CHECKPOINTS, TEXT
+
+    folder = tmp_path_factory.mktemp("recorded")
+    with tarfile.open(CHECKPOINTS) as archive:
+        # The filter for data where Python has it, which 3.11.2 of Debian 12 does not.
+        archive.extraction_filter = getattr(tarfile, "data_filter", None)
+        archive.extractall(folder)
+    for file in TEXT.iterdir():
+        (folder / file.name).symlink_to(file)
+    return folder
 
 
 @pytest.fixture(scope="session")

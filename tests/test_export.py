@@ -24,7 +24,6 @@ from commands import (
 )
 from sampling import soak
 from test_expert_parallel_checkpoints import call, refusal
-from test_golden import unpack_checkpoints
 from test_malicious_checkpoints import older
 from test_training import train as train_smoe
 from test_upcycle import SIZES
@@ -247,9 +246,8 @@ def test_modules_alone_run_the_blocks(sparse, small_corpus, mixed, tmp_path, is_
     assert torch.equal(torch.load(tmp_path / "y.pt"), x)
 
 
-def test_a_hash_gate_takes_its_table_from_the_weights(tmp_path):
-    unpack_checkpoints(tmp_path)
-    tensors, content = exported(tmp_path / "hash.pt", tmp_path / "model.safetensors")
+def test_a_hash_gate_takes_its_table_from_the_weights(recorded, tmp_path):
+    tensors, content = exported(recorded / "hash.pt", tmp_path / "model.safetensors")
     prefix, arguments = next(iter(content["blocks"].items()))
     block = StratifiedMoE(**arguments, hash_table=tensors[f"{prefix}.gates.0.table"])
     own = {n.removeprefix(f"{prefix}."): t for n, t in tensors.items() if n.startswith(prefix)}

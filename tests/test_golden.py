@@ -614,24 +614,9 @@ def record_checkpoints() -> None:
     write_json("translations", found)
 
 
-@pytest.fixture(scope="module")
-def checkpoints(tmp_path_factory) -> Path:
-    """The folder of all recorded ones."""
-    folder = tmp_path_factory.mktemp("checkpoints")
-    unpack_checkpoints(folder)
-    return folder
-
-
-def unpack_checkpoints(folder: Path) -> None:
-    """With the filter for data where Python has it, which 3.11.2 of Debian 12 does not."""
-    with tarfile.open(CHECKPOINTS) as archive:
-        archive.extraction_filter = getattr(tarfile, "data_filter", None)
-        archive.extractall(folder)
-
-
 @pytest.mark.parametrize("system", SYSTEMS_WITH_CHECKPOINT)
-def test_translations_of_a_checkpoint(checkpoints, system):
-    got, want = translations(checkpoints / f"{system}.pt"), read_json("translations")[system]
+def test_translations_of_a_checkpoint(recorded, system):
+    got, want = translations(recorded / f"{system}.pt"), read_json("translations")[system]
     assert got.pop("scores") == pytest.approx(want.pop("scores"), abs=1e-3)
     assert got == want
 

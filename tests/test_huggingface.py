@@ -12,7 +12,7 @@ from commands import changed, run_python, untrained, without
 from fairseq.data import Dictionary
 from sampling import some
 from test_expert_parallel_checkpoints import call, refusal
-from test_golden import SYSTEMS_WITH_CHECKPOINT, TEXT, TRANSLATED, read_json, unpack_checkpoints
+from test_golden import SYSTEMS_WITH_CHECKPOINT, TEXT, TRANSLATED, read_json
 from test_malicious_checkpoints import older
 
 from smoe_fairseq.errors import UsageError
@@ -27,55 +27,45 @@ from smoe_fairseq.huggingface import SMoEConfig, SMoETokenizer  # noqa: E402
 from smoe_fairseq.modules import StratifiedMoE  # noqa: E402
 
 
-@pytest.fixture(scope="session")
-def trained(tmp_path_factory) -> Path:
-    """A folder of small checkpoints of all systems, with the text that they have learnt."""
-    folder = tmp_path_factory.mktemp("trained")
-    unpack_checkpoints(folder)
-    for file in TEXT.iterdir():
-        (folder / file.name).symlink_to(file)
-    return folder
-
-
 def export(path: Path, output: Path) -> Path:
     call("export", path, "--to", "huggingface", "--output", output)
     return output
 
 
 @pytest.fixture(scope="session")
-def exported(trained, tmp_path_factory) -> Path:
+def exported(recorded, tmp_path_factory) -> Path:
     """Of two strata."""
-    return export(trained / "strata-4-4.pt", tmp_path_factory.mktemp("exported") / "model")
+    return export(recorded / "strata-4-4.pt", tmp_path_factory.mktemp("exported") / "model")
 
 
-def test_a_checkpoint_without_its_dictionaries(trained, exported, tmp_path):
+def test_a_checkpoint_without_its_dictionaries(recorded, exported, tmp_path):
     """Their folder is named by --data, as at smoe translate."""
-    shutil.copy(trained / "strata-4-4.pt", tmp_path / "alone.pt")
+    shutil.copy(recorded / "strata-4-4.pt", tmp_path / "alone.pt")
     ask = ("export", tmp_path / "alone.pt", "--to", "huggingface", "--output", tmp_path / "model")
     assert "--data" in refusal(*ask)
-    call(*ask, "--data", trained)
+    call(*ask, "--data", recorded)
     for file in ("vocab.json", "config.json"):
         assert (tmp_path / "model" / file).read_bytes() == (exported / file).read_bytes()
-    stock = ("export", trained / "dense.pt", "--to", "fairseq", "--output", tmp_path / "stock.pt")
-    assert "--data" in refusal(*stock, "--data", trained)
+    stock = ("export", recorded / "dense.pt", "--to", "fairseq", "--output", tmp_path / "stock.pt")
+    assert "--data" in refusal(*stock, "--data", recorded)
 
 
-def test_a_checkpoint_of_an_older_fairseq(trained, exported, tmp_path):
-    path = changed(trained / "strata-4-4.pt", tmp_path / "old.pt", lambda s: s.update(older(s)))
+def test_a_checkpoint_of_an_older_fairseq(recorded, exported, tmp_path):
+    path = changed(recorded / "strata-4-4.pt", tmp_path / "old.pt", lambda s: s.update(older(s)))
     output = ("--to", "huggingface", "--output", tmp_path / "model")
-    call("export", path, "--data", trained, *output)
+    call("export", path, "--data", recorded, *output)
     for file in ("config.json", "model.safetensors"):
         assert (tmp_path / "model" / file).read_bytes() == (exported / file).read_bytes()
 
 
 @pytest.mark.parametrize("change", [lambda words: words[::-1], lambda words: words[1:]])
-def test_other_dictionaries_are_named(trained, tmp_path, change):
-    for file in trained.glob("dict.*.txt"):
+def test_other_dictionaries_are_named(recorded, tmp_path, change):
+    for file in recorded.glob("dict.*.txt"):
         words = file.read_text().splitlines(keepends=True)
         (tmp_path / file.name).write_text("".join(change(words)))
-    ask = ("export", trained / "strata-4-4.pt", "--to", "huggingface", "--data", tmp_path)
+    ask = ("export", recorded / "strata-4-4.pt", "--to", "huggingface", "--data", tmp_path)
     said = refusal(*ask, "--output", tmp_path / "model")
-    assert str(trained / "strata-4-4.pt") in said and str(tmp_path) in said
+    assert str(recorded / "strata-4-4.pt") in said and str(tmp_path) in said
     assert not (tmp_path / "model").exists()
 
 
@@ -111,8 +101,8 @@ SYSTEMS = some(SYSTEMS_WITH_CHECKPOINT, "dense", "strata-4-4", "hash", "expert-c
 
 
 @pytest.mark.parametrize("system", SYSTEMS)
-def test_logits_and_translations_are_fairseqs(trained, tmp_path, system):
-    path = trained / f"{system}.pt"
+def test_logits_and_translations_are_fairseqs(recorded, tmp_path, system):
+    path = recorded / f"{system}.pt"
     folder = export(path, tmp_path / "model")
     assert difference(path, folder) < 1e-5
     _, model, tokenizer = both(path, folder)
@@ -167,9 +157,9 @@ def test_padding_before_the_tokens_in_the_cache_has_no_position(exported):
 
 
 @pytest.mark.parametrize("system", some(["dense", "top-p", "null"], "top-p"))
-def test_the_loss_is_the_criterions(trained, tmp_path, system):
+def test_the_loss_is_the_criterions(recorded, tmp_path, system):
     """Mean over the tokens of label-smoothed cross entropy and the losses of the gates."""
-    path = trained / f"{system}.pt"
+    path = recorded / f"{system}.pt"
     ours, model, _ = both(path, export(path, tmp_path / "model"))
     source, given = batch(model.config.vocab_size)
     given[given == 1] = 5
@@ -227,8 +217,8 @@ def test_gradient_checkpointing_changes_no_gradient(exported):
 
 
 @pytest.mark.parametrize("system", ["strata-4-4", "hash"])
-def test_what_is_saved_is_loaded_again(trained, tmp_path, system):
-    folder = export(trained / f"{system}.pt", tmp_path / "model")
+def test_what_is_saved_is_loaded_again(recorded, tmp_path, system):
+    folder = export(recorded / f"{system}.pt", tmp_path / "model")
     model, tokenizer = (
         kind.from_pretrained(folder) for kind in (AutoModelForSeq2SeqLM, AutoTokenizer)
     )
@@ -254,9 +244,9 @@ def test_experts_that_accelerate_offloads_are_refused(exported):
         model(source, source != 1, given)
 
 
-def test_weights_in_float16(trained, exported, tmp_path):
+def test_weights_in_float16(recorded, exported, tmp_path):
     """Half as large; the model computes in float32, near the exact one."""
-    path = trained / "strata-4-4.pt"
+    path = recorded / "strata-4-4.pt"
     call("export", path, "--to", "huggingface", "--fp16", "--output", tmp_path / "model")
     files = [folder / "model.safetensors" for folder in (exported, tmp_path / "model")]
     assert files[1].stat().st_size < 0.6 * files[0].stat().st_size
@@ -284,7 +274,7 @@ OPTIONS = {
 
 
 @pytest.mark.parametrize("case", OPTIONS)
-def test_options_of_the_transformer(trained, tmp_path, case):
+def test_options_of_the_transformer(recorded, tmp_path, case):
     """Embeddings that are not shared have dictionaries of different sizes here."""
     path = link_text(tmp_path / "run") / "checkpoint_last.pt"
     system = {"post-norm": "dense", "depths": "expert-choice"}.get(case, "strata-4-4")
@@ -293,17 +283,17 @@ def test_options_of_the_transformer(trained, tmp_path, case):
         words = (path.parent / "dict.tgt.txt").read_text().splitlines(keepends=True)
         (path.parent / "dict.tgt.txt").unlink()
         (path.parent / "dict.tgt.txt").write_text("".join(words[:-2]))
-    untrained(trained / f"{system}.pt", path, path.parent, **OPTIONS[case])
+    untrained(recorded / f"{system}.pt", path, path.parent, **OPTIONS[case])
     changed(path, path, lambda state: state.pop("smoe_dictionaries", None))
     folder = export(tmp_path / "run", tmp_path / "model")
     assert (folder / "target_vocab.json").exists() != shared
     assert difference(path, folder) < 1e-5
 
 
-def test_a_short_limit_is_that_of_smoe_translate(trained, tmp_path):
+def test_a_short_limit_is_that_of_smoe_translate(recorded, tmp_path):
     path = link_text(tmp_path / "run") / "checkpoint_last.pt"
     limit = lambda state: state["cfg"]["model"].update(max_target_positions=9)  # noqa: E731
-    changed(trained / "strata-4-4.pt", path, limit)
+    changed(recorded / "strata-4-4.pt", path, limit)
     ours, model, tokenizer = both(path, export(path, tmp_path / "model"))
     (found,) = ours.translations(TRANSLATED[0], min_len=99, max_len_b=99)
     ids = tokenizer(TRANSLATED[0], return_tensors="pt")
@@ -311,11 +301,11 @@ def test_a_short_limit_is_that_of_smoe_translate(trained, tmp_path):
     assert len(tokens) == len(found.hypotheses[0].tokens) == 9
 
 
-def test_an_old_checkpoint_without_its_output_norm(trained, tmp_path):
+def test_an_old_checkpoint_without_its_output_norm(recorded, tmp_path):
     """Its export is taken back, too."""
     path = link_text(tmp_path / "run") / "checkpoint_last.pt"
     options = {"smoe_strata": "8", "decoder_smoe_strata": "4-4", "smoe_norm": "released"}
-    untrained(trained / "strata-4-4.pt", path, path.parent, **options)
+    untrained(recorded / "strata-4-4.pt", path, path.parent, **options)
     gone = [f"encoder.layers.1.moe.layer_norms.1.{name}" for name in ("weight", "bias")]
     changed(path, path, lambda state: [state["model"].pop(name) for name in gone])
     folder = export(path, tmp_path / "model")
@@ -511,9 +501,9 @@ def test_it_works_without_fairseq(exported):
 # The folder
 
 
-def test_the_card_has_the_runs_scores(trained, tmp_path):
+def test_the_card_has_the_runs_scores(recorded, tmp_path):
     folder = link_text(tmp_path / "run")
-    (folder / "checkpoint_best.pt").symlink_to(trained / "strata-4-4.pt")
+    (folder / "checkpoint_best.pt").symlink_to(recorded / "strata-4-4.pt")
     score = {"bleu": 12.345, "signature": "nrefs:1", "sentences": 8}
     score["others"] = {"chrF++": [40.125, "nc:6"]}
     content = {"checkpoint": "checkpoint_best.pt", "generate": "--beam 5"}
@@ -541,9 +531,9 @@ def test_the_card_of_a_language_with_a_hyphen(hyphens, tmp_path):
     assert 'language: ["en", "zh-CN"]\n' in card and "en-zh-CN" in card
 
 
-def test_what_cannot_be_exported_is_one_sentence(trained, tmp_path):
+def test_what_cannot_be_exported_is_one_sentence(recorded, tmp_path):
     def saved(name: str, change) -> Path:
-        state = torch.load(trained / "strata-4-4.pt", weights_only=True)
+        state = torch.load(recorded / "strata-4-4.pt", weights_only=True)
         change(state)
         torch.save(state, link_text(tmp_path / name) / "checkpoint_last.pt")
         return tmp_path / name / "checkpoint_last.pt"
@@ -582,8 +572,8 @@ def test_tokens_that_are_added(exported, tmp_path):
     assert torch.equal(loaded(**batch).logits, model(**batch).logits)
 
 
-def test_a_hash_gate_gets_the_tokens_that_are_added(trained, tmp_path):
-    folder = export(trained / "hash.pt", tmp_path / "model")
+def test_a_hash_gate_gets_the_tokens_that_are_added(recorded, tmp_path):
+    folder = export(recorded / "hash.pt", tmp_path / "model")
     model = AutoModelForSeq2SeqLM.from_pretrained(folder).eval()
     tables = {name: table for name, table in model.state_dict().items() if name.endswith(".table")}
     old = model.config.vocab_size

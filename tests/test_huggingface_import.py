@@ -21,16 +21,16 @@ from smoe_fairseq.translate.text import BatchTranslator
 
 pytest.importorskip("transformers", reason="the package transformers is not installed")
 
-from test_huggingface import export, trained  # noqa: E402, F401
+from test_huggingface import export  # noqa: E402
 from transformers import AutoTokenizer  # noqa: E402
 
 SYSTEMS = some(SYSTEMS_WITH_CHECKPOINT, "dense", "strata-4-4", "hash", "released")
 
 
 @pytest.mark.parametrize("system", SYSTEMS)
-def test_an_export_is_taken_back(trained, tmp_path, system):  # noqa: F811
+def test_an_export_is_taken_back(recorded, tmp_path, system):
     """All tensors, all options, and the translations, with nothing but what the folder has."""
-    source = trained / f"{system}.pt"
+    source = recorded / f"{system}.pt"
     folder = export(source, tmp_path / "model")
     output = tmp_path / "new/ours.pt"
     call("import", folder, "--output", output)
@@ -159,8 +159,8 @@ def damaged(source: Path, copy: Path, name: str, change) -> Path:
 
 
 @pytest.fixture(scope="module")
-def folder(trained, tmp_path_factory) -> Path:  # noqa: F811
-    return export(trained / "strata-4-4.pt", tmp_path_factory.mktemp("export") / "model")
+def folder(recorded, tmp_path_factory) -> Path:
+    return export(recorded / "strata-4-4.pt", tmp_path_factory.mktemp("export") / "model")
 
 
 def test_the_weights_alone_are_no_model(folder, tmp_path):

@@ -3,7 +3,6 @@
 import os
 import signal
 import sys
-import tarfile
 from argparse import Namespace
 from functools import reduce
 from operator import getitem
@@ -58,15 +57,6 @@ def test_more_processes_than_there_can_be():
 
 # What a checkpoint holds, by a recorded one of a small model.
 
-GOLDEN = Path(__file__).with_name("golden")
-
-
-@pytest.fixture(scope="module")
-def recorded(tmp_path_factory) -> Path:
-    with tarfile.open(GOLDEN / "checkpoints.tar.xz") as archive:
-        archive.extract("strata-4-4.pt", folder := tmp_path_factory.mktemp("recorded"))
-    return folder / "strata-4-4.pt"
-
 
 def with_value(recorded: Path, tmp_path: Path, *keys, value) -> Path:
     """The checkpoint with another value under these keys."""
@@ -74,7 +64,7 @@ def with_value(recorded: Path, tmp_path: Path, *keys, value) -> Path:
     def change(state):
         reduce(getitem, keys[:-1], state)[keys[-1]] = value
 
-    return changed(recorded, tmp_path / "changed.pt", change)
+    return changed(recorded / "strata-4-4.pt", tmp_path / "changed.pt", change)
 
 
 WEIGHT = "encoder.layers.0.fc1.weight"
@@ -99,7 +89,7 @@ def test_settings_of_which_no_model_can_be_made(
 ):
     """Before anything of those sizes is built; the sentence is about the file."""
     path = with_value(recorded, tmp_path, *keys, value=value)
-    words = ["translate", str(path), "--data", str(GOLDEN / "text")]
+    words = ["translate", str(path), "--data", str(recorded)]
     monkeypatch.setattr(sys, "argv", ["smoe", *words])
     with pytest.raises(SystemExit) as error:
         main(words)
@@ -129,12 +119,13 @@ def test_options_that_are_not_those_of_the_weights(recorded, tmp_path, name, val
 
 
 def test_a_dictionary_of_fewer_words_is_named(recorded, tmp_path):
+    file = recorded / "strata-4-4.pt"
     (tmp_path / "run").mkdir()
     for name in ("dict.src.txt", "dict.tgt.txt"):
         (tmp_path / "run" / name).write_text("a 1\n")
     with pytest.raises(SystemExit) as error:
-        main(["translate", str(recorded), "--data", str(tmp_path / "run")])
-    words = f"{len(weights_of(recorded)['model']['encoder.embed_tokens.weight'])}"
+        main(["translate", str(file), "--data", str(tmp_path / "run")])
+    words = f"{len(weights_of(file)['model']['encoder.embed_tokens.weight'])}"
     for named in (str(tmp_path / "run/dict.src.txt"), " 5 tokens", words, "--data"):
         assert named in str(error.value)
 
