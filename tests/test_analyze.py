@@ -11,13 +11,12 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from commands import changed, run
+from commands import PLUGIN, changed, run, smoe
 from fairseq.data import Dictionary, FairseqDataset
 from handmade import (
     DIRECTIONS,
     LENGTHS,
     MULTILINGUAL,
-    PLUGIN,
     ROUTES,
     SPECIAL,
     analyze,
@@ -199,9 +198,7 @@ def test_report_is_one_file(analysis):
     names = "by_direction frequency by_depth load flow positions sentence training".split()
     for name in names:
         assert f'<section id="{name}">' in page
-        assert (analysis / f"{name}.png").stat().st_size and (
-            analysis / f"{name}.svg"
-        ).stat().st_size
+        assert all((analysis / f"{name}.{kind}").stat().st_size for kind in ("png", "svg"))
     assert page.count('src="data:image/png;base64,') == len(names)
     assert "://" not in page and 'name="viewport"' in page
 
@@ -299,10 +296,9 @@ def test_losses_with_and_without_the_limit_are_those_of_validation(three_languag
     assert found.gap != 0 and capacity.eval_factor == 0
 
 
-def test_a_sentence(three_languages, gates_by_hand, tmp_path, capsys):
-    words = ("--sentence", "aa0 aa4 aa5", "--output", str(tmp_path / "one"))
-    main([*one_direction(three_languages, gates_by_hand), *words])
-    lines = capsys.readouterr().out.splitlines()
+def test_a_sentence(three_languages, gates_by_hand, tmp_path):
+    words = ("--sentence", "aa0 aa4 aa5", "--output", tmp_path / "one")
+    lines = smoe(*one_direction(three_languages, gates_by_hand), *words).stdout.splitlines()
     assert lines[0] == "aa-bb"
     assert lines[1] == "encoder layer 1: requested capacity of 1 to 4, mean 2.40"
     assert lines[2].split() == ["__bb__", "aa0", "aa4", "aa5", "</s>"]
@@ -313,7 +309,7 @@ def test_a_sentence(three_languages, gates_by_hand, tmp_path, capsys):
 
 
 def test_a_sentence_of_a_decoder_whose_language_replaces_the_end(
-    three_languages, gates_by_hand, tmp_path, capsys
+    three_languages, gates_by_hand, tmp_path
 ):
     def change(state):
         task = state["cfg"]["task"]
@@ -321,15 +317,15 @@ def test_a_sentence_of_a_decoder_whose_language_replaces_the_end(
         task.langtoks = {"main": ("tgt", "tgt")}
 
     checkpoint = changed(gates_by_hand, tmp_path / "replacing.pt", change)
-    main([*one_direction(three_languages, checkpoint), "--sentence", "aa0 aa4 aa5"])
-    lines = capsys.readouterr().out.splitlines()
+    words = (*one_direction(three_languages, checkpoint), "--sentence", "aa0 aa4 aa5")
+    lines = smoe(*words).stdout.splitlines()
     decoder = next(i for i, line in enumerate(lines) if line.startswith("decoder"))
     assert lines[decoder + 1].split()[0] == "__bb__"
 
 
 @pytest.mark.parametrize("name", ["spm.model", "sentencepiece.bpe.model"])
 def test_a_sentence_is_segmented_by_the_model_beside_sharded_data(
-    three_languages, gates_by_hand, tmp_path, capsys, name
+    three_languages, gates_by_hand, tmp_path, name
 ):
     """The subword model lies beside the shards; either of its usual names will do."""
     shard = shutil.copytree(three_languages, tmp_path / "shard0")
@@ -342,8 +338,8 @@ def test_a_sentence_is_segmented_by_the_model_beside_sharded_data(
             add_dummy_prefix=False,
             hard_vocab_limit=False,
         )
-    main([*one_direction(shard, gates_by_hand), "--sentence", "aa0aa4aa5"])
-    lines = capsys.readouterr().out.splitlines()
+    words = (*one_direction(shard, gates_by_hand), "--sentence", "aa0aa4aa5")
+    lines = smoe(*words).stdout.splitlines()
     assert lines[2].split() == ["__bb__", "aa0", "aa4", "aa5", "</s>"]
 
 

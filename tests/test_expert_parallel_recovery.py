@@ -4,13 +4,13 @@ import shutil
 
 import pytest
 import torch
-from commands import run
+from commands import contents, load, run
 from ranks import free_port
 from sampling import soak
 from test_expert_parallel import checkpoint, flags, furthest, whole
+from test_expert_parallel_checkpoints import call, refusal
 
 from smoe_fairseq.checkpoints.sets import Shards
-from smoe_fairseq.cli import main
 from smoe_fairseq.compat.checkpoint_names import pending, rank_file
 
 LAST = "checkpoint_last.pt"
@@ -38,7 +38,7 @@ def half_published(saves, folder, renamed=(0,), count=4):
         else:
             shutil.copy(rank_file(saves[2] / LAST, rank), folder)
             shutil.copy(newer, pending(rank_file(folder / LAST, rank)))
-    return {path: path.read_bytes() for path in folder.iterdir()}
+    return contents(folder)
 
 
 @pytest.mark.parametrize("world_size", [2, soak(8)])
@@ -46,14 +46,14 @@ def test_another_number_of_ranks_touches_nothing(ranks, small_corpus, saves, tmp
     before = half_published(saves, tmp_path / "run")
     arguments = flags(small_corpus, tmp_path / "run", "--expert-parallel", "--max-update", 5)
     ranks.start(tmp_path / "logs", world_size, *arguments).refused("is of a set for 4 ranks")
-    assert {path: path.read_bytes() for path in (tmp_path / "run").iterdir()} == before
+    assert contents(tmp_path / "run") == before
 
 
 def test_advice_for_a_process_without_sharded_experts_works(ranks, small_corpus, saves, tmp_path):
     shutil.copytree(saves[3], tmp_path / "run")
     run = ranks.start(tmp_path / "logs", 1, *flags(small_corpus, tmp_path / "run"), one=True)
     command = run.refused().partition(" with smoe ")[2]
-    assert main(command.replace("another/folder", str(tmp_path / "new")).split()) == 0
+    call(*command.replace("another/folder", str(tmp_path / "new")).split())
     assert (tmp_path / "new" / LAST).exists()
 
 
@@ -61,12 +61,11 @@ def test_a_half_published_set_is_read_as_it_was_meant(saves, tmp_path, capsys):
     """Without touching it: machines may be gone, and `smoe reshard` is what helps then."""
     before = half_published(saves, tmp_path / "run")
     assert Shards.open(tmp_path / "run" / LAST).record.num_updates == 3
-    for command in (["consolidate"], ["reshard", "--world-size", "2"]):
-        output = tmp_path / command[0] / LAST
-        assert main([*command, str(tmp_path / "run" / LAST), "--output", str(output)]) == 0
+    for command in (["consolidate"], ["reshard", "--world-size", 2]):
+        call(*command, tmp_path / "run" / LAST, "--output", tmp_path / command[0] / LAST)
         assert "update 3" in capsys.readouterr().out
     assert furthest(whole(tmp_path / "reshard"), whole(saves[3])) == 0
-    assert {path: path.read_bytes() for path in (tmp_path / "run").iterdir()} == before
+    assert contents(tmp_path / "run") == before
 
 
 def test_a_half_published_set_is_completed_by_the_run_that_resumes(
@@ -75,15 +74,14 @@ def test_a_half_published_set_is_completed_by_the_run_that_resumes(
     half_published(saves, tmp_path / "run")
     arguments = flags(small_corpus, tmp_path / "run", "--expert-parallel", "--max-update", 3)
     ranks.train(tmp_path / "logs", 4, *arguments)
-    found = {path.name: path.read_bytes() for path in (tmp_path / "run").iterdir()}
     names = [rank_file(LAST, rank).name for rank in range(4)]
-    assert found == {name: (saves[3] / name).read_bytes() for name in names}
+    assert contents(tmp_path / "run") == {name: (saves[3] / name).read_bytes() for name in names}
 
 
 def test_finetuning_beside_an_incomplete_set(ranks, small_corpus, saves, tmp_path):
     """fairseq decides on every rank by itself whether this is the first launch; all have to agree."""
     consolidated = tmp_path / "whole.pt"
-    main(["consolidate", str(saves[3] / LAST), "--output", str(consolidated)])
+    call("consolidate", saves[3] / LAST, "--output", consolidated)
     shutil.copytree(saves[2], tmp_path / "run")
     missing = rank_file(tmp_path / "run" / LAST, 2)
     missing.unlink()
@@ -104,8 +102,8 @@ def test_a_set_is_no_model_to_start_from(ranks, small_corpus, saves, tmp_path, f
 def test_averaged_weights_are_part_of_a_set(ranks, small_corpus, tmp_path):
     options = ["--store-ema", "--ema-fp32", "--ema-decay", 0.5]
     ranks.train(tmp_path, 2, *flags(small_corpus, tmp_path, "--expert-parallel", *options))
-    main(["consolidate", str(tmp_path / LAST), "--output", str(tmp_path / "whole.pt")])
-    extra = torch.load(tmp_path / "whole.pt", weights_only=True)["extra_state"]
+    call("consolidate", tmp_path / LAST, "--output", tmp_path / "whole.pt")
+    extra = load(tmp_path / "whole.pt")["extra_state"]
     w1 = "encoder.layers.1.moe.experts.w1"
     halves = [state["extra_state"]["ema"][w1] for state in checkpoint(tmp_path).states]
     assert torch.equal(extra["ema"][w1], torch.cat(halves))
@@ -154,8 +152,8 @@ def test_processes_that_fairseq_spawns_itself(small_corpus, tmp_path):
 
 def test_an_optimizer_of_one_process_that_cannot_be_divided(ranks, small_corpus, tmp_path):
     ranks.train(tmp_path, 1, *adafactor(small_corpus, tmp_path, "--max-update", 1), one=True)
-    command = ["reshard", str(tmp_path / LAST), "--world-size", "2"]
-    with pytest.raises(SystemExit, match="checkpoint_last.pt: .* cannot be divided"):
-        main([*command, "--output", str(tmp_path / "new" / LAST)])
+    command = ("reshard", tmp_path / LAST, "--world-size")
+    said = refusal(*command, 2, "--output", tmp_path / "new" / LAST)
+    assert "checkpoint_last.pt: " in said and " cannot be divided" in said
     assert not (tmp_path / "new").exists()
-    main([*command[:-1], "1", "--output", str(tmp_path / "same.pt")])
+    call(*command, 1, "--output", tmp_path / "same.pt")

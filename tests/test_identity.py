@@ -5,6 +5,7 @@ import os
 from pathlib import Path
 
 import pytest
+from commands import contents
 from test_lock import holder
 from test_recipes import recipe, refusal
 from test_signals import ended, training  # noqa: F401
@@ -69,11 +70,11 @@ CHANGES = {  # a flag that is given now, and what the sentence names of the star
 
 @pytest.mark.parametrize("flags", CHANGES)
 def test_another_flag_is_refused(run, started, flags):
-    before = {path: path.read_bytes() for path in started.iterdir()}
+    before = contents(started)
     sentence = run(*flags.split())
     named = (started, CHANGES[flags], "--run-dir", "--force-resume")
     assert all(str(each) in sentence for each in named)
-    assert {path: path.read_bytes() for path in started.iterdir()} == before
+    assert contents(started) == before
 
 
 def test_another_flag_may_be_forced(run, started, capsys):

@@ -2,23 +2,22 @@
 
 import os
 import signal
-import sys
-from argparse import Namespace
 from functools import reduce
 from operator import getitem
 from pathlib import Path
 
 import pytest
 import torch
-from commands import changed
+from commands import changed, refused, smoe
 from fairseq.data import Dictionary
 from fairseq.data.indexed_dataset import MMapIndexedDataset
+from test_expert_parallel_checkpoints import refusal
 from torch.multiprocessing.spawn import ProcessExitedException
 
 from smoe_fairseq.analysis import training_log
 from smoe_fairseq.checkpoints.model import known_options
 from smoe_fairseq.checkpoints.reading import open_checkpoint
-from smoe_fairseq.checkpoints.sets import Shards, run_reshard, weights_of
+from smoe_fairseq.checkpoints.sets import Shards, weights_of
 from smoe_fairseq.cli import main
 from smoe_fairseq.compat.checkpoint_names import rank_file
 from smoe_fairseq.errors import UsageError, naming_file, one_line
@@ -50,9 +49,8 @@ def test_a_stray_file_of_a_set_is_not_counted_up_to(tmp_path):
 
 
 def test_more_processes_than_there_can_be():
-    args = Namespace(world_size=1_000_000, path=Path("a.pt"), output=Path("b.pt"), force=False)
-    with pytest.raises(UsageError, match="--world-size 1000000: expected 1 to 10,000"):
-        run_reshard(args)
+    said = refusal("reshard", "a.pt", "--world-size", 1_000_000, "--output", "b.pt")
+    assert "--world-size 1000000: expected 1 to 10,000" in said
 
 
 # What a checkpoint holds, by a recorded one of a small model.
@@ -84,16 +82,11 @@ WEIGHT = "encoder.layers.0.fc1.weight"
     ],
     ids=str,
 )
-def test_settings_of_which_no_model_can_be_made(
-    recorded, tmp_path, monkeypatch, keys, value, named
-):
+def test_settings_of_which_no_model_can_be_made(recorded, tmp_path, keys, value, named):
     """Before anything of those sizes is built; the sentence is about the file."""
     path = with_value(recorded, tmp_path, *keys, value=value)
-    words = ["translate", str(path), "--data", str(recorded)]
-    monkeypatch.setattr(sys, "argv", ["smoe", *words])
-    with pytest.raises(SystemExit) as error:
-        main(words)
-    assert str(error.value).startswith(f"error: {path}") and named in str(error.value)
+    said = refusal("translate", path, "--data", recorded)
+    assert said.startswith(f"error: {path}") and named in said
 
 
 def test_a_file_that_the_settings_name_is_the_one_at_fault(tmp_path):
@@ -123,11 +116,9 @@ def test_a_dictionary_of_fewer_words_is_named(recorded, tmp_path):
     (tmp_path / "run").mkdir()
     for name in ("dict.src.txt", "dict.tgt.txt"):
         (tmp_path / "run" / name).write_text("a 1\n")
-    with pytest.raises(SystemExit) as error:
-        main(["translate", str(file), "--data", str(tmp_path / "run")])
-    words = f"{len(weights_of(file)['model']['encoder.embed_tokens.weight'])}"
-    for named in (str(tmp_path / "run/dict.src.txt"), " 5 tokens", words, "--data"):
-        assert named in str(error.value)
+    words = len(weights_of(file)["model"]["encoder.embed_tokens.weight"])
+    result = smoe("translate", file, "--data", tmp_path / "run", check=False)
+    refused(result, tmp_path / "run/dict.src.txt", " 5 tokens", words, "--data")
 
 
 @pytest.mark.parametrize(
