@@ -23,13 +23,8 @@ ALPHA, EPSILON = 0.5, 0.1
 
 
 def make_criterion(**options):
-    given = {
-        "sentence_avg": False,
-        "label_smoothing": EPSILON,
-        "moe_gate_loss_wt": ALPHA,
-        **options,
-    }
-    cfg = SMoELabelSmoothedCrossEntropyCriterionConfig(**given)
+    given = {"sentence_avg": False, "label_smoothing": EPSILON, "moe_gate_loss_wt": ALPHA}
+    cfg = SMoELabelSmoothedCrossEntropyCriterionConfig(**given | options)
     return CRITERION_REGISTRY["smoe_label_smoothed_cross_entropy"].build_criterion(cfg, make_task())
 
 
@@ -42,19 +37,24 @@ def make_sample(sentences, length, seed):
         "src_lengths": tokens[0].ne(PAD).sum(1),
         "prev_output_tokens": tokens[1],
     }
-    return {
-        "net_input": net_input,
-        "target": tokens[1],
-        "ntokens": int(tokens[1].ne(PAD).sum()),
-    }
+    return {"net_input": net_input, "target": tokens[1], "ntokens": int(tokens[1].ne(PAD).sum())}
+
+
+def balance_of(stats, *counted) -> float:
+    """The loss of one batch's ``stats`` by the first choices of the batches ``counted``, by hand."""
+    total = 0
+    for layer in (0, 1):
+        counts = sum(each[layer].first_choices for each in counted)
+        shares = counts / counts.sum(1, keepdim=True)
+        visible = torch.tensor([8, 4])
+        total = total + (visible * (shares * stats[layer].mean_probs).sum(1)).mean() / 2
+    return float(total)
 
 
 def logged(logging_outputs):
-    criterion = make_criterion()
     with metrics.aggregate(new_root=True) as meters:
-        type(criterion).reduce_metrics(logging_outputs)
-    averages = {n: m.avg for n, m in meters.items() if isinstance(m, AverageMeter)}
-    return averages
+        make_criterion().reduce_metrics(logging_outputs)
+    return {n: m.avg for n, m in meters.items() if isinstance(m, AverageMeter)}
 
 
 def test_loss_of_a_model_with_an_adaptive_softmax():
@@ -120,16 +120,10 @@ def test_metrics_are_weighted_by_what_they_count():
     """Two batches of very different size in one update, as with --update-freq 2."""
     model = tiny("--smoe-strata", "2-2-2-2", "--moe-capacity-factor", "0.5").train()
     samples = [make_sample(2, 4, seed=1), make_sample(8, 20, seed=2)]
-    stats, logs = [], []
-
-    def keep(module, inputs, output):
-        stats.append(output[1])
-
-    for layer in [*model.encoder.layers, *model.decoder.layers]:
-        if layer.is_moe:
-            layer.moe.register_forward_hook(keep)
-    for sample in samples:
-        logs.append(make_criterion()(model, sample)[2])
+    stats = []
+    for side in (model.encoder, model.decoder):
+        side.layers[1].moe.register_forward_hook(lambda *call: stats.append(call[2][1]))
+    logs = [make_criterion()(model, sample)[2] for sample in samples]
     got = logged(logs)
 
     requested = torch.cat([s.requested_capacity.flatten() for s in stats])

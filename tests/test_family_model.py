@@ -1,14 +1,12 @@
 """The wider family in the registered model: who sees what, what is logged, refused and counted."""
 
-import json
-
 import pytest
 import torch
-from commands import smoe
 from family import FAMILY
 from plain_loops import watched
 from sampling import soak, some
-from test_criterion import ALPHA, logged, make_criterion, make_sample
+from test_cost import cost
+from test_criterion import ALPHA, balance_of, logged, make_criterion, make_sample
 from test_model import PAD, assert_by_steps, make_batch, tiny
 
 from smoe_fairseq.analysis.cost import count
@@ -224,22 +222,12 @@ def test_entropy_loss_is_logged_and_added():
     assert float(log["moe_entropy_loss"]) == pytest.approx(float(size * entropy), rel=1e-5)
 
 
-def f_of(stats_of_batches, layer):
-    counts = sum(stats[layer].first_choices for stats in stats_of_batches)
-    return counts / counts.sum(1, keepdim=True)
-
-
-def p_of(stats):
-    return stats.mean_probs
-
-
 def test_balance_over_an_update_by_hand():
     """The second batch's loss has the first choices of both, until the next update begins."""
     model = member_model("update").train()
     criterion = make_criterion()
     criterion.train()
     samples = [make_sample(2, 4, seed=1), make_sample(5, 9, seed=2)]
-    visible = torch.tensor([8, 4])
 
     def losses(*begun):
         seen, found = [], []
@@ -253,23 +241,15 @@ def test_balance_over_an_update_by_hand():
         return found, seen
 
     found, seen = losses(True, False)
-    for number, batches in enumerate(([seen[0]], seen)):
-        want = [
-            (visible * (f_of(batches, layer) * p_of(seen[number][layer])).sum(1)).mean()
-            for layer in (0, 1)
-        ]
-        assert float(found[number]) == pytest.approx(float(sum(want)) / 2, rel=1e-5)
+    assert float(found[0]) == pytest.approx(balance_of(seen[0], seen[0]), rel=1e-5)
+    assert float(found[1]) == pytest.approx(balance_of(seen[1], *seen), rel=1e-5)
     alone, seen = losses(True, True)
     batch = sum(stats.balance_loss for stats in seen[1]) / 2
     assert float(alone[1]) == pytest.approx(float(batch), rel=1e-5) != float(found[1])
     samples[1] = {**samples[1], "is_dummy": True}
     dummy, _ = losses(True, False)
     assert float(dummy[1]) != float(found[1])  # it is not counted
-    want = [
-        (visible * (f_of([seen[0]], layer) * p_of(seen[1][layer])).sum(1)).mean()
-        for layer in (0, 1)
-    ]
-    assert float(dummy[1]) == pytest.approx(float(sum(want)) / 2, rel=1e-5)
+    assert float(dummy[1]) == pytest.approx(balance_of(seen[1], seen[0]), rel=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -313,11 +293,8 @@ def test_cost_by_hand(member):
     assert found.flops["experts"] == pytest.approx(2 * 2 * COPIES[member] * EXPERT)
     dense = count(tiny("--moe-freq", "0")).flops["ffn"]
     assert found.flops["ffn"] == pytest.approx(dense / 2 + 2 * 2 * BESIDE.get(member, 0) * EXPERT)
-    output = smoe("cost", "--json", "--arch", "smoe_transformer_tiny", *FAMILY[member].split())
-    text = output.stdout
-    assert json.loads(text[text.index("{") :])["flops"]["experts"] == pytest.approx(
-        found.flops["experts"]
-    )
+    printed = cost("--arch", "smoe_transformer_tiny", *FAMILY[member].split())
+    assert printed["flops"]["experts"] == pytest.approx(found.flops["experts"])
 
 
 def test_overflow_is_of_choices_that_have_an_order():

@@ -43,10 +43,8 @@ def test_sharded_experts_train_as_replicated_ones(ranks, small_corpus, tmp_path,
         ranks.train(folder, 2, *member_flags(member, small_corpus, folder, "--batch-size", 3, *own))
     sharded = checkpoint(folders["sharded"])
     replicated = content(folders["replicated"])["model"]
-    assert (
-        furthest(whole(folders["sharded"]), {n: replicated[n] for n in sharded.record.parameters})
-        < 2e-5
-    )
+    same = {name: replicated[name] for name in sharded.record.parameters}
+    assert furthest(whole(folders["sharded"]), same) < 2e-5
     one, other = (averages(folder) for folder in folders.values())
     for name in ("loss", "moe_gate_loss", "experts_per_token"):
         assert one[name] == pytest.approx(other[name], rel=1e-5), name
@@ -66,10 +64,8 @@ ALONE = (
 def test_two_processes_equal_one(ranks, small_corpus, tmp_path, member):
     """Those whose tokens do not ask what others do: with the batches of both in one process."""
     one, two = tmp_path / "one", tmp_path / "two"
-    seed = (
-        "--seed",
-        2 if member == "depths" else 1,
-    )  # so that rounding moves no score over a threshold
+    # So that rounding moves no score over a threshold.
+    seed = ("--seed", 2 if member == "depths" else 1)
     alone = member_flags(member, small_corpus, one, "--update-freq", 2, *seed)
     ranks.train(one, 1, *alone, one=True)
     ranks.train(two, 2, *member_flags(member, small_corpus, two, "--expert-parallel", *seed))
@@ -132,8 +128,7 @@ def test_resuming_equals_never_having_stopped(ranks, small_corpus, tmp_path, mem
 def losses_over_processes(samples_seed: int):
     """Each of two processes has a batch; both use the first choices of both."""
     import torch.distributed as dist
-    from family import FAMILY
-    from test_criterion import make_criterion, make_sample
+    from test_criterion import balance_of, make_criterion, make_sample
     from test_model import tiny
 
     from smoe_fairseq.training.launch import all_gather
@@ -147,19 +142,14 @@ def losses_over_processes(samples_seed: int):
     sample = samples[dist.get_rank()]
     _, _, log = criterion(model, sample)
     stats = [model(**each["net_input"])[1]["moe_stats"] for each in samples]
-    total = 0
-    for layer in (0, 1):
-        counts = stats[0][layer].first_choices + stats[1][layer].first_choices
-        fractions = counts / counts.sum(1, keepdim=True)
-        mean = stats[dist.get_rank()][layer].mean_probs
-        total = total + (torch.tensor([8, 4]) * (fractions * mean).sum(1)).mean() / 2
+    expected = balance_of(stats[dist.get_rank()], *stats)
     found = float(log["moe_gate_loss"]) / sample["ntokens"]
-    assert abs(found - float(total)) < 1e-5, (found, float(total))
+    assert abs(found - expected) < 1e-5, (found, expected)
     assert len(set(all_gather(found))) == 2  # p is each one's own
 
 
 def test_balance_over_processes(ranks, tmp_path):
-    ranks.start(tmp_path, 2, 1, function=losses_over_processes).finish()
+    ranks.train(tmp_path, 2, 1, function=losses_over_processes)
 
 
 @pytest.mark.soak
@@ -217,9 +207,8 @@ def test_an_average_of_parameters_has_the_bias_as_it_is(ranks, small_corpus, tmp
     for file in tmp_path.glob("*.pt"):
         file.unlink()
     failed = run_without("copy_integers", "fairseq-train", *map(str, arguments))
-    assert (
-        failed.returncode != 0 and "can't be cast to the desired output type Long" in failed.stdout
-    )
+    assert failed.returncode != 0
+    assert "can't be cast to the desired output type Long" in failed.stdout
 
 
 @pytest.mark.soak
