@@ -74,16 +74,6 @@ def test_flops_of_one_more_expert(arch, millions):
     assert two["parameters"] == one["parameters"]
 
 
-def torch_counts(model, positions: int) -> int:
-    """FLOPs of one forward pass over a sentence pair without padding."""
-    src, _, tgt = make_batch()
-    src, tgt = src[:1, :positions], tgt[:1, :positions]
-    # The fused attention of the CPU is one of the products that torch does not count.
-    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH), torch.no_grad():
-        model(src, src.ne(1).sum(1), tgt)
-    return counter.get_total_flops()
-
-
 @pytest.mark.parametrize(
     "flags, gates",
     [
@@ -98,7 +88,12 @@ def test_matrix_products_are_those_that_torch_counts(flags, gates):
     ours = count(model, context=6).flops
     products = sum(ours[part] for part in ("attention", "ffn", "experts", "output"))
     per_token = products + gates + 2 * ours["context"]
-    assert torch_counts(model, 6) == 6 * per_token
+    src, _, tgt = make_batch()
+    src, tgt = src[:1, :6], tgt[:1, :6]  # a sentence pair without padding
+    # The fused attention of the CPU is one of the products that torch does not count.
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH), torch.no_grad():
+        model(src, src.ne(1).sum(1), tgt)
+    assert counter.get_total_flops() == 6 * per_token
 
 
 @pytest.mark.parametrize("name", FAMILY)
@@ -175,20 +170,19 @@ def test_measured_requested_capacity_changes_the_experts_alone(small_corpus, two
         assert measured["flops"][part] == pytest.approx(flops * factor, rel=1e-5), part
 
 
-def processes(*flags):
-    output = smoe("cost", "--json", *TINY_SIZES, *flags).stdout
-    return json.loads(output)["processes"]
+def processes(*flags) -> dict:
+    return cost(*TINY_SIZES, *flags)["processes"]
 
 
 # One MoE layer per side: D = 8, F = 16, 4 experts of 8 * 16 * 2 + 16 + 8 parameters each.
 TINY_SIZES = ["--arch", "smoe_transformer_tiny", "--encoder-embed-dim", "8"]
 TINY_SIZES += ["--encoder-ffn-embed-dim", "16", "--smoe-strata", "2-2", "--vocab-size", "10"]
+EXPERTS = 2 * 4 * (8 * 16 * 2 + 16 + 8)
 
 
 def test_what_processes_hold_and_send_is_that_on_paper():
-    experts = 2 * 4 * (8 * 16 * 2 + 16 + 8)
-    everything = json.loads(smoe("cost", "--json", *TINY_SIZES).stdout)["parameters"]
-    shared = everything - experts
+    everything = cost(*TINY_SIZES)["parameters"]
+    shared = everything - EXPERTS
     costs = processes("--world-size", 2, "--max-tokens", 100, "--update-freq", "1,3")
     expected = {
         "memory": 16 * everything,
@@ -200,16 +194,14 @@ def test_what_processes_hold_and_send_is_that_on_paper():
     assert costs["replicated"] == expected | {"held": costs["replicated"]["held"]}
     # half of top-2 x 1.5 strata of 300 tokens, 4 times, in 2 layers, 8 numbers of 4 bytes each
     assert costs["sharded"]["tokens"] == pytest.approx(0.5 * 2 * 1.5 * 300 * 4 * 2 * 8 * 4)
-    assert costs["sharded"]["memory"] == 16 * (shared + experts / 2)
+    assert costs["sharded"]["memory"] == 16 * (shared + EXPERTS / 2)
     assert costs["sharded"]["gradients"] == 4 * shared
     replicas = processes("--world-size", 8, "--max-tokens", 100, "--fp16")["sharded"]
-    assert replicas["memory"] == 20 * (shared + experts / 4)
+    assert replicas["memory"] == 20 * (shared + EXPERTS / 4)
     ring = 2 * 7 / 8 * 2
-    assert replicas["gradients"] == pytest.approx(ring * shared + 2 * 1 / 2 * 2 * experts / 4)
-    held = costs["sharded"]["held"]
-    assert (
-        held["weights"] == held["gradients"] == held["optimizer"] / 2 == 4 * (shared + experts / 2)
-    )
+    assert replicas["gradients"] == pytest.approx(ring * shared + 2 * 1 / 2 * 2 * EXPERTS / 4)
+    held, weights = costs["sharded"]["held"], 4 * (shared + EXPERTS / 2)
+    assert held["weights"] == held["gradients"] == held["optimizer"] / 2 == weights
     assert costs["sharded"]["memory"] < held["peak"]
 
 
@@ -228,11 +220,10 @@ def test_experts_that_choose_are_sent_what_they_take(flags, copies):
 
 def test_zero_sharding_sends_what_each_process_has_updated():
     """Shared parameters to all others, in the type that the optimizer has them in."""
-    experts = 2 * 4 * (8 * 16 * 2 + 16 + 8)
     zero = ("--world-size", 2, "--zero-sharding", "os", "--max-tokens", 100)
     costs, without = processes(*zero), processes("--world-size", 2, "--max-tokens", 100)
     shared = without["sharded"]["gradients"] / 4
-    assert costs["replicated"]["parameters"] == 4 * (shared + experts) / 2
+    assert costs["replicated"]["parameters"] == 4 * (shared + EXPERTS) / 2
     assert costs["sharded"]["parameters"] == 4 * shared / 2
     assert costs["sharded"]["sent"] == without["sharded"]["sent"] + 2 * shared
 

@@ -5,12 +5,14 @@ import json
 import re
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from commands import PLUGIN, load, refused, run, run_python, smoe
 from handmade import read
 from sampling import soak
 from test_compat import run_without
+from test_cost import cost
 from test_expert_parallel import compare
 from test_lock import GLOO
 from test_multilingual_transformer import built
@@ -34,24 +36,17 @@ def flags(data, save_dir, *more) -> list:
     ]
 
 
-class Trained:
-    """A run and what it logged."""
-
-    def __init__(self, folder: Path, process):
-        self.checkpoint = folder / LAST
-        self.losses = [float(line["nll_loss"]) for line in log_lines(process)]
-        self.valid = log_lines(process, "valid")[-1]
-
-
 @pytest.fixture(scope="module")
 def trained(english, tmp_path_factory):
-    """By the way that the text is divided; each is made once."""
+    """A run and what it logged, by the way that the text is divided; each is made once."""
 
     @functools.cache
-    def get(mode: str) -> Trained:
+    def get(mode: str) -> SimpleNamespace:
         folder = tmp_path_factory.mktemp(mode)
-        arguments = flags(english, folder, "--sample-break-mode", mode)
-        return Trained(folder, run("fairseq-train", *arguments))
+        process = run("fairseq-train", *flags(english, folder, "--sample-break-mode", mode))
+        losses = [float(line["nll_loss"]) for line in log_lines(process)]
+        valid = log_lines(process, "valid")[-1]
+        return SimpleNamespace(checkpoint=folder / LAST, losses=losses, valid=valid)
 
     return get
 
@@ -181,7 +176,7 @@ def test_sharded_experts_on_two_processes_equal_one(ranks, english, tmp_path, mo
     perplexities = [eval_lm(english, p, *modes)[1] for p in (tmp_path / "whole.pt", one / LAST)]
     assert perplexities[0] == pytest.approx(perplexities[1], rel=1e-4)
     assert eval_lm(english, tmp_path / "mean.pt", *modes)[1] < 600
-    found = json.loads(smoe("cost", "--path", tmp_path / "whole.pt", "--json").stdout)
+    found = cost("--path", tmp_path / "whole.pt")
     assert found["parameters"] == sum(
         t.numel()
         for n, t in whole.items()
@@ -206,7 +201,7 @@ def test_fewer_words_to_predict_are_counted(english, tmp_path):
     run("fairseq-train", *flags(english, tmp_path, *more, "--max-update", 1))
     state = load(tmp_path / LAST)["model"]
     words = len(state["decoder.embed_tokens.weight"])
-    found = json.loads(smoe("cost", "--path", tmp_path / LAST, "--json").stdout)
+    found = cost("--path", tmp_path / LAST)
     assert found["flops"]["output"] == 2 * 50 * 32 and found["flops"]["embedding"] == 2 * words * 32
 
 
@@ -261,9 +256,7 @@ def test_what_does_not_apply_is_one_sentence(english, trained, tmp_path, more, n
 
 def test_costs_by_hand():
     """Of 6 layers, 3 with 8 experts in two strata, of which a token uses 2 x 1.5."""
-    found = json.loads(
-        smoe("cost", "--arch", "smoe_transformer_lm_base", "--vocab-size", 9000, "--json").stdout
-    )
+    found = cost("--arch", "smoe_transformer_lm_base", "--vocab-size", 9000)
     dim, ffn, words, layers = 512, 2048, 9000, 6
     assert found["flops"] == {
         "attention": 2 * layers * 4 * dim**2,
@@ -274,8 +267,7 @@ def test_costs_by_hand():
         "context": layers * 2 * 512 * dim,
     }
     untied = ("--no-share-decoder-input-output-embed", "--world-size", 2)
-    untied = smoe("cost", "--arch", "smoe_transformer_lm_tiny", "--json", *untied).stdout
-    assert json.loads(untied)["processes"]["sharded"]
+    assert cost("--arch", "smoe_transformer_lm_tiny", *untied)["processes"]["sharded"]
 
 
 def test_a_pruned_model_is_one_again(english, trained, tmp_path):
