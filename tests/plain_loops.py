@@ -126,12 +126,15 @@ def objective(y, loss):
 
 
 def gradients(y, loss, x, params):
-    found = torch.autograd.grad(objective(y, loss), [x, *params.values()], allow_unused=True)
-    named = {"x": x, **params}.items()
-    return {
-        name: torch.zeros_like(value) if grad is None else grad
-        for (name, value), grad in zip(named, found, strict=True)
-    }
+    """Of the `objective`."""
+    return derivatives(objective(y, loss), x, params)
+
+
+def derivatives(value, x, params):
+    """By name, 0 where the value does not depend on x or a parameter."""
+    named, value = {"x": x, **params}, value + 0 * x.sum()  # which it may not depend on
+    options = {"retain_graph": True, "allow_unused": True, "materialize_grads": True}
+    return dict(zip(named, torch.autograd.grad(value, named.values(), **options), strict=True))
 
 
 def known_options(block, shape, gate_logits=None):

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from plain_loops import PADDING, D, make_block, make_input, watched
+from plain_loops import PADDING, D, derivatives, make_block, make_input, watched
 from reference_gates import softmax
 from test_criterion import make_criterion, make_sample
 from test_model import tiny
@@ -25,15 +25,6 @@ def gate_inputs(block, x, mask):
         active = routing.active_T
         found.append((x_TD[active], (routing.first_choice_T[active] + first).tolist()))
     return stats, found
-
-
-def learnt(value, x, params):
-    """Its gradients, 0 where it does not depend on a parameter."""
-    value = value + 0 * x.sum()
-    named = {"x": x, **params}
-    found = torch.autograd.grad(value, named.values(), allow_unused=True, retain_graph=True)
-    pairs = zip(named.items(), found, strict=True)
-    return {n: torch.zeros_like(of) if g is None else g for (n, of), g in pairs}
 
 
 def expected_in_loops(block, seen):
@@ -86,8 +77,8 @@ def test_stops_and_their_gradient_agree_with_plain_loops(strata, gate, execution
     else:
         want = uniform_from(block.strata, 0)
     assert float(stats.stops.detach()) == pytest.approx(want, rel=1e-12)
-    want_of = learnt(expected_in_loops(block, seen), x, params)
-    for name, got in learnt(stats.stops, x, params).items():
+    want_of = derivatives(expected_in_loops(block, seen), x, params)
+    for name, got in derivatives(stats.stops, x, params).items():
         assert torch.allclose(got, want_of[name], atol=1e-12), name
     moved = want_of["gates.0.weight"].abs().sum()
     assert (moved > 0) == (padding != "all")
@@ -104,8 +95,8 @@ def test_nobody_at_a_stratum_counts_as_uniform():
     params = dict(block.named_parameters())
     stats, seen = gate_inputs(block, x, mask)
     assert float(stats.stops.detach()) == 1.0 and not seen[1][1]
-    want = learnt(expected_in_loops(block, seen), x, params)
-    got = learnt(stats.stops, x, params)
+    want = derivatives(expected_in_loops(block, seen), x, params)
+    got = derivatives(stats.stops, x, params)
     assert want["gates.0.weight"].abs().max() > 0.01
     for name in params:
         assert torch.allclose(got[name], want[name], atol=1e-12), name
@@ -116,8 +107,8 @@ def test_null_experts_are_of_no_stratum():
     block, x, mask = budgeted("2-2", top_k=3, null_experts=3), *make_input()
     stats, seen = gate_inputs(block, x, mask)
     params = dict(block.named_parameters())
-    got = learnt(stats.stops, x, params)
-    want = learnt(expected_in_loops(block, seen), x, params)  # true experts alone
+    got = derivatives(stats.stops, x, params)
+    want = derivatives(expected_in_loops(block, seen), x, params)  # true experts alone
     for name in ("x", "gates.0.weight", "gates.0.null_weight"):
         assert torch.allclose(got[name], want[name], atol=1e-12), name
 
