@@ -8,13 +8,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from commands import SCRIPTS, TINY, contents, generation, no_room, refused, run, run_python
+from commands import FAIRSEQ, SCRIPTS, TINY, contents, generation, no_room, refused, run, run_python
 from fairseq import checkpoint_utils
 from ranks import fairseq_train
 from sampling import soak
-from test_compat import WITHOUT, run_without
+from test_compat import run_without
 from test_expert_parallel import flags
 from test_expert_parallel_checkpoints import refusal
+from test_full_disk import limited
 
 from smoe_fairseq.checkpoints.reading import open_checkpoint
 from smoe_fairseq.checkpoints.sets import Shards
@@ -137,12 +138,14 @@ def test_permission_denied_is_called_so(pre_norm, sparse, small_corpus, tmp_path
 # A run that ends while it saves
 
 KILLED = """
-import os, shutil, signal
+import os, shutil, signal, sys
+from __main__ import run_program  # of warm.py
 def half(source, target, **_):
     with open(source, "rb") as read, open(target, "wb") as written:
         written.write(read.read()[:5000])
     os.kill(os.getpid(), signal.SIGKILL)
 shutil.copyfile = half
+run_program(sys.argv[1:])
 """
 
 
@@ -175,27 +178,18 @@ def test_a_kill_while_saving_leaves_the_old_checkpoint(pre_norm, corpus, folder)
     """The copy of the newest checkpoint to checkpoint_last.pt is where the run ends."""
     before = contents(folder)
     program, *flags = resume(corpus, folder, "--max-epoch", 3)
-    result = run_python(KILLED + WITHOUT, "keep_lines_short", SCRIPTS / program, *flags)
-    assert result.returncode == -9  # that patch has nothing to do with it
+    assert run_python(KILLED, SCRIPTS / program, *flags, server=FAIRSEQ).returncode == -9
     assert (folder / "checkpoint_best.pt").exists()
     assert contents(folder).items() > before.items()
 
 
 # A disk without room
 
-FULL = """
-import resource, signal, sys
-sys.dont_write_bytecode = True  # Python 3.11 would keep the half of it for later
-signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))  # bytes; smaller than a checkpoint
-"""
-
 
 def test_without_room_the_old_checkpoint_stays(pre_norm, corpus, folder):
     assert pre_norm.stat().st_size > 150_000
     before = contents(folder)
-    program, *flags = resume(corpus, folder, "--max-epoch", 3)
-    result = run_python(FULL + WITHOUT, "keep_lines_short", SCRIPTS / program, *flags)
+    result = limited(100_000, *resume(corpus, folder, "--max-epoch", 3))
     refused(result, folder / "checkpoint_best.pt", "File too large")
     assert contents(folder) == before
 

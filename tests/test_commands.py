@@ -1,26 +1,21 @@
 """Commands of stock fairseq 0.12.2, with its own model and without ``--user-dir``."""
 
 import shutil
-from pathlib import Path
 
 import pytest
-from commands import generate, generation, hydra_train, hypotheses, refused, run, train
+from commands import PLUGIN, generate, generation, hydra_train, hypotheses, refused, run, train
 from sampling import soak
-
-import smoe_fairseq
 
 
 def test_post_norm_model_translates_with_and_without_the_plugin(corpus, post_norm):
     translations = generate(corpus, post_norm, "--num-workers", 1)
     assert sorted(translations) == list(range(16))
-    assert translations == generate(
-        corpus, post_norm, "--user-dir", Path(smoe_fairseq.__file__).parent
-    )
+    assert translations == generate(corpus, post_norm, "--user-dir", PLUGIN)
 
 
 def test_shards_of_a_text_are_translated_apart(corpus, post_norm):
     """By jobs of a cluster."""
-    words = ("--user-dir", Path(smoe_fairseq.__file__).parent, "--batch-size", 3, "--num-shards", 2)
+    words = ("--user-dir", PLUGIN, "--batch-size", 3, "--num-shards", 2)
     first, second = (generate(corpus, post_norm, *words, "--shard-id", i) for i in (0, 1))
     assert sorted([*first, *second]) == list(range(16)) and first and second
 

@@ -4,13 +4,10 @@ from pathlib import Path
 
 import pytest
 import sacrebleu
-from commands import SCRIPTS, TINY, generation, refused, run, run_python, succeeded
+from commands import PLUGIN, SCRIPTS, TINY, generation, refused, run, run_python, succeeded
 from sampling import soak
 
-import smoe_fairseq
 from smoe_fairseq.cli import COMMANDS
-
-USER_DIR = Path(smoe_fairseq.__file__).parent
 
 # Runs a program of fairseq with every patch but one, through the start-up hook as always.
 WITHOUT = """
@@ -61,8 +58,7 @@ for name in sys.argv[1:]:
 
 
 def test_each_command_may_be_imported_first():
-    result = run_python(FIRST, *COMMAND_MODULES)
-    assert result.returncode == 0, result.stdout
+    succeeded(run_python(FIRST, *COMMAND_MODULES))
 
 
 @pytest.mark.parametrize(
@@ -82,7 +78,7 @@ def test_plugin_is_registered_in_whatever_order_it_is_imported(imports):
     program = f"""
 import argparse
 def user_dir():
-    fairseq.utils.import_user_module(argparse.Namespace(user_dir={str(USER_DIR)!r}))
+    fairseq.utils.import_user_module(argparse.Namespace(user_dir={str(PLUGIN)!r}))
 {imports}
 from fairseq.criterions import CRITERION_REGISTRY
 from fairseq.models import ARCH_MODEL_REGISTRY
@@ -110,7 +106,7 @@ WITHOUT_PATCH = {  # what fairseq's command says then
 @pytest.mark.parametrize("patch", [soak(patch) for patch in WITHOUT_PATCH])
 def test_what_happens_without_a_patch(corpus, post_norm, tmp_path, patch):
     command, more, words = WITHOUT_PATCH[patch]
-    hydra = ("--cfg", "job", f"common.user_dir={USER_DIR}", "model=smoe_transformer")
+    hydra = ("--cfg", "job", f"common.user_dir={PLUGIN}", "model=smoe_transformer")
     given = {
         "train": (corpus, "--save-dir", tmp_path, *TINY),
         "generate": generation(corpus, post_norm),
@@ -140,9 +136,8 @@ def test_a_tpu_that_was_asked_for_is_not_taken_away():
 @pytest.mark.parametrize("kind", ["cached", soak("lazy")])
 def test_older_kinds_of_data_sets_are_refused(raw_corpus, tmp_path, kind):
     words = ("-s", "src", "-t", "tgt", "--destdir", tmp_path, "--trainpref", raw_corpus / "train")
-    refused(
-        run("fairseq-preprocess", *words, "--dataset-impl", kind, check=False), "--dataset-impl"
-    )
+    words += ("--dataset-impl", kind)
+    refused(run("fairseq-preprocess", *words, check=False), "--dataset-impl")
 
 
 HUFFMAN = """
@@ -316,7 +311,7 @@ def pretend(folder: Path, version: str) -> None:
 def test_without_the_right_fairseq_a_command_is_one_sentence(tmp_path, version, named):
     if version:
         pretend(tmp_path, version)
-    environment = {"PYTHONPATH": f"{tmp_path}:{USER_DIR.parent}", "PYTHONWARNINGS": "ignore"}
+    environment = {"PYTHONPATH": f"{tmp_path}:{PLUGIN.parent}", "PYTHONWARNINGS": "ignore"}
     for command in ("path", "cost"):
         # -S leaves the installed packages out.
         words = ("python", "-S", "-m", "smoe_fairseq.cli", command)
@@ -341,14 +336,8 @@ def test_without_its_patch_the_default_back_end_refuses_the_cpu(ranks, corpus, t
     arguments += ["--find-unused-parameters"]  # the copies of its weights in the stock encoder
     ranks.train(tmp_path, 2, *arguments, "--save-dir", tmp_path / "with")
     assert (tmp_path / "with/checkpoint_last.pt").exists()
-    words = (
-        "wrap_any_model",
-        SCRIPTS / "fairseq-train",
-        *arguments,
-        "--save-dir",
-        tmp_path / "new",
-    )
-    run = ranks.start(tmp_path, 2, *words, program=WITHOUT)
+    words = (SCRIPTS / "fairseq-train", *arguments, "--save-dir", tmp_path / "new")
+    run = ranks.start(tmp_path, 2, "wrap_any_model", *words, program=WITHOUT)
     assert 0 not in run.wait()
     assert "device_ids and output_device arguments" in run.output()
 
