@@ -55,10 +55,10 @@ class Run:
         assert last.startswith("error: ") and all(str(each) in last for each in named), last
         return last
 
-    def kill(self, ranks=None) -> None:
-        for rank in range(len(self.pids)) if ranks is None else ranks:
-            if self.statuses()[rank] is None:
-                os.kill(self.pids[rank], signal.SIGKILL)
+    def kill(self) -> None:
+        for program in self.programs:
+            if program.wait(0) is None:
+                os.kill(program.pid, signal.SIGKILL)
 
 
 class Ranks:

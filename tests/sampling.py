@@ -27,14 +27,11 @@ def some(values, *chosen, first: int = 0) -> list:
     return [value if value in chosen else halves[value](value) for value in values]
 
 
-def sample(chosen: list[tuple], *values) -> list:
-    """All combinations, of which those that are not chosen are left to ``make soak``: a pairwise sample."""
-    others = [case for case in itertools.product(*values) if case not in chosen]
-    left = {others[i] for i in pairwise([dict(enumerate(case)) for case in others])}
-    return [
-        *chosen,
-        *(soak(*case) if case in left else rest(*case) for case in others),
-    ]
+def sample(*values) -> list:
+    """All combinations, of which ``make soak`` runs a pairwise sample."""
+    cases = list(itertools.product(*values))
+    chosen = pairwise([dict(enumerate(case)) for case in cases])
+    return [soak(*case) if i in chosen else rest(*case) for i, case in enumerate(cases)]
 
 
 def pairwise(cases: Sequence[dict]) -> list[int]:

@@ -126,10 +126,8 @@ def both(ranks, data, tmp_path):
         plugin = ["--user-dir", smoe_fairseq.__path__[0]]
         words = [*plugin, *MODEL, *TRAINING, *flags, *(GLOO if processes > 1 else ())]
         file = tmp_path / "measured.json"
-        ranks.start(
-            *(tmp_path, processes, str(data), str(file), *words),
-            **{"function": measure, "one": processes == 1},
-        ).finish()
+        how = {"function": measure, "one": processes == 1}
+        ranks.train(tmp_path, processes, str(data), str(file), *words, **how)
         measured = json.loads(file.read_text())
         return measured, forecast(run_of(words, measured["vocabulary"], processes, LENGTH))
 
