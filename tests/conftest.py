@@ -164,12 +164,9 @@ def hyphens(sparse, small_corpus, tmp_path_factory) -> Path:
     for file in small_corpus.iterdir():
         name = file.name.replace("src-tgt", "en-zh-CN").replace(".src", ".en")
         shutil.copy(file, folder / name.replace(".tgt", ".zh-CN"))
-
-    def change(state):
-        named = {"source_lang": "en", "target_lang": "zh-CN", "data": str(folder)}
-        config_of(state, "task").update(named)
-
-    changed(sparse, folder / "checkpoint_last.pt", change)
+    named = {"source_lang": "en", "target_lang": "zh-CN", "data": str(folder)}
+    checkpoint = folder / "checkpoint_last.pt"
+    changed(sparse, checkpoint, lambda state: config_of(state, "task").update(named))
     return folder
 
 
@@ -270,9 +267,7 @@ def phrasebook(tmp_path_factory) -> Path:
     """A folder in which the recipe has prepared the built-in corpus."""
     from test_recipes import recipe
 
-    def make(folder):
-        succeeded(recipe(folder, "prepare", "phrasebook"))
-
+    make = lambda folder: succeeded(recipe(folder, "prepare", "phrasebook"))  # noqa: E731
     return shared(tmp_path_factory, "phrasebook", make)
 
 

@@ -8,7 +8,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from commands import contents
+from commands import contents, succeeded
 from sampling import soak
 from test_preparation import preprocess
 from test_recipes import commands, recipe, refusal, server, write_text
@@ -78,8 +78,7 @@ def given(tmp_path, server) -> dict[str, str]:
 @pytest.mark.soak
 def test_from_the_archive_to_scores(tmp_path, given, server, published, pieces):
     server.files["m15.zip"] = zipped(published, "some/folder/", **{"m15_32k/other": b"not ours"})
-    result = recipe(tmp_path, "prepare", "m4", **given)
-    assert result.returncode == 0, result.stdout + result.stderr
+    result = succeeded(recipe(tmp_path, "prepare", "m4", **given))
     assert not list(tmp_path.glob("data/**/*.partial"))
     data, said = tmp_path / "data/m4", result.stdout
     binary = contents(data / "bin")
@@ -90,11 +89,8 @@ def test_from_the_archive_to_scores(tmp_path, given, server, published, pieces):
     digest = hashlib.sha256(dictionary).hexdigest()
     assert binary.pop("dict.sha256").count(digest.encode()) == 4
     assert binary.pop("spm.model") == (pieces / "spm.model").read_bytes()
-    made = {
-        name: binary.pop(name)
-        for name in list(binary)
-        if "test.eng-nso" not in name and "test." in name
-    }
+    names = [name for name in binary if "test." in name and "test.eng-nso" not in name]
+    made = {name: binary.pop(name) for name in names}
     expected = contents(published / TEXT)
     assert binary == {name: expected[name] for name in expected if name in binary}
     orders = {name.split(".")[1] for name in binary}

@@ -17,6 +17,7 @@ triton = pytest.importorskip(
 )
 
 import interpreted  # noqa: E402
+from commands import succeeded  # noqa: E402
 from sampling import soak  # noqa: E402
 
 from benchmarks.gpu import resources  # noqa: E402
@@ -30,8 +31,7 @@ GROUPS += [[name] for name in interpreted.LOST] + [interpreted.SHARDED]
 def test_kernels_compute_what_the_block_does(names):
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
     command = [sys.executable, Path(interpreted.__file__), *names]
-    run = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr
+    run = succeeded(subprocess.run(command, env=environment, capture_output=True, text=True))
     assert [json.loads(line) for line in run.stdout.splitlines()] == [{name: []} for name in names]
 
 
