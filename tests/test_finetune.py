@@ -53,8 +53,7 @@ def tuned(nllb, tmp_path_factory) -> tuple[Path, dict[str, str]]:
     folder = tmp_path_factory.mktemp("tuned")
     write_text(folder / "text")
     settings = write_dataset(folder / "configs", "mine", pretrained=str(nllb), **SETTINGS)
-    result = recipe(folder, "prepare", "mine", RAW="text", GPUS="0", **settings)
-    assert result.returncode == 0, result.stderr
+    result = succeeded(recipe(folder, "prepare", "mine", RAW="text", GPUS="0", **settings))
     (folder / "prepared").write_text(result.stdout)
     return folder, settings | {"GPUS": "0"}
 
@@ -120,8 +119,7 @@ def test_old_languages_translate_as_before(tuned, nllb, tmp_path, trim):
         file = tmp_path / "configs/datasets/mine.yaml"
         file.write_text(file.read_text().replace(str(nllb), "other") + "trim: true\n")
         source = {"RAW": str(folder / "text"), "PRETRAINED": str(nllb)}  # in place of the file's
-        result = recipe(tmp_path, "prepare", "mine", **settings | source)
-        assert result.returncode == 0, result.stderr
+        succeeded(recipe(tmp_path, "prepare", "mine", **settings | source))
         succeeded(recipe(tmp_path, "train", "mine", "dense", DRY_RUN="1", **settings))
         binary = tmp_path / "data/mine/bin"
     old, new = load(before)["model"], load(binary / "pretrained.pt")["model"]
@@ -160,29 +158,17 @@ def test_trained(tuned):
     folder, settings = tuned
     binary, found = folder / "data/mine/bin", {}
     for method in ("dense", "smoe-2-2"):
-        result = recipe(folder, "train", "mine", method, "--lr", "1e-20", **settings)
-        assert result.returncode == 0, result.stdout + result.stderr
+        result = succeeded(recipe(folder, "train", "mine", method, "--lr", "1e-20", **settings))
         assert "prepared with other" not in result.stderr
         found[method] = validation((folder / f"runs/mine/{method}/train.log").read_text())
         assert not (folder / f"runs/mine/{method}/upcycled.pt").exists()
-    (words,) = commands(
-        recipe(folder, "train", "mine", "dense", DRY_RUN="1", **settings), "fairseq-train"
-    )
+    planned = recipe(folder, "train", "mine", "dense", DRY_RUN="1", **settings)
+    (words,) = commands(planned, "fairseq-train")
     words = words[1 : words.index("--arch")]
-    result = run(
-        "fairseq-validate",
-        *words,
-        "--path",
-        binary / "pretrained.pt",
-        "--max-tokens",
-        400,
-        "--cpu",
-        cwd=folder,
-    )
-    assert (
-        found["dense"] == validation(result.stdout)
-        and abs(found["smoe-2-2"] - found["dense"]) < 0.1
-    )
+    more = ("--path", binary / "pretrained.pt", "--max-tokens", 400, "--cpu")
+    result = run("fairseq-validate", *words, *more, cwd=folder)
+    assert found["dense"] == validation(result.stdout)
+    assert abs(found["smoe-2-2"] - found["dense"]) < 0.1
     start = load(binary / "pretrained.pt")["model"]
     begun = load(folder / "runs/mine/dense/checkpoint_last.pt")["model"]
     assert all(torch.equal(begun[name], start[name]) for name in start)
@@ -264,8 +250,7 @@ def from_experts(prepared, tmp_path_factory) -> tuple[Path, dict[str, str]]:
     content = {"pairs": ["en-fr"], "experts": 4, "train": SMALL, "validate": {"metric": "loss"}}
     settings = write_dataset(folder / "configs", "mine", pretrained="smoe-2-2", **content)
     settings |= {"GPUS": "0"}
-    result = step_here("prepare", "mine", cwd=folder, RAW=str(prepared / "text"), **settings)
-    assert result.returncode == 0, result.stderr
+    succeeded(step_here("prepare", "mine", cwd=folder, RAW=str(prepared / "text"), **settings))
     return folder, settings
 
 
@@ -285,14 +270,12 @@ def test_a_run_with_experts(from_experts, prepared, tmp_path):
     record = json.loads((folder / "data/mine/bin/pretrained.json").read_text())
     record["experts"]["moe-freq"] = record["options"]["moe_freq"] = 1
     every = shutil.copytree(folder / "data/mine/bin", tmp_path / "data/mine/bin")
-    (every / "pretrained.json").write_text(
-        json.dumps(record)
-    )  # of a run with experts in every layer
+    # Of a run with experts in every layer.
+    (every / "pretrained.json").write_text(json.dumps(record))
     given = settings | {"DATA_DIR": str(tmp_path / "data"), "DRY_RUN": "1"}
     result = step_here("train", "mine", "smoe-2-2", cwd=folder, **given)
     assert "--moe-freq 1 " in result.stdout, result.stderr
-    scored = step_here("evaluate", "mine", "pretrained", cwd=folder, JOBS="1", **settings)
-    assert scored.returncode == 0, scored.stderr
+    succeeded(step_here("evaluate", "mine", "pretrained", cwd=folder, JOBS="1", **settings))
     read = folder / "runs/mine/pretrained/test/en-fr.txt"
     flags = ("--from", "en", "--to", "fr")
     text = (folder / "data/mine/raw/test.en-fr.en").read_text()
@@ -310,8 +293,7 @@ def test_a_run_with_other_language_tokens(from_experts, prepared, tmp_path):
     (place / "dictionary.txt").write_text("other 1\n")
 
     def change(state):
-        task = state["cfg"]["task"]
-        (task if isinstance(task, dict) else vars(task))["lang_tok_style"] = "mbart"
+        state["cfg"]["task"].lang_tok_style = "mbart"
         del state["smoe_dictionaries"]
         for name, tensor in state["model"].items():
             if "embed_tokens" in name or "output_projection" in name:
@@ -375,9 +357,8 @@ def test_runs_that_began_from_another_model_are_told_and_not_averaged(from_exper
         flags = {"--pretrained": start}
         content = {"method": "smoe-2-2", "dictionary": "", "flags": flags}
         (place / "identity.json").write_text(json.dumps(content))
-    said = step_here("table", "mine", cwd=folder, **settings | {"RUN_DIR": str(tmp_path)})
-    assert said.returncode == 0, said.stderr
-    told = said.stdout
+    settings = settings | {"RUN_DIR": str(tmp_path)}
+    told = succeeded(step_here("table", "mine", cwd=folder, **settings)).stdout
     assert "smoe-2-2: it began from another model than data/mine/bin/pretrained.pt" in told
     assert "seed-2: it began" not in told and "models are not averaged" in told
 
@@ -387,8 +368,7 @@ def test_runs_that_began_from_another_model_are_told_and_not_averaged(from_exper
 def test_fine_tuning_begins_at_a_run_with_experts(from_experts, tmp_path, flags):
     folder, settings = from_experts
     run_dir, words = str(tmp_path / "runs"), ("--lr", "1e-20", *flags)
-    result = recipe(folder, "train", "mine", "smoe-2-2", *words, RUN_DIR=run_dir, **settings)
-    assert result.returncode == 0, result.stdout + result.stderr
+    succeeded(recipe(folder, "train", "mine", "smoe-2-2", *words, RUN_DIR=run_dir, **settings))
     begun = tmp_path / "runs/mine/smoe-2-2/checkpoint_last.pt"
     if flags:
         whole = tmp_path / "whole.pt"
@@ -448,8 +428,7 @@ def test_evaluated_before_training(tuned, tmp_path):
     missing = step_here("evaluate", "mine", "dense", cwd=folder, **settings)
     refused(missing, tmp_path / "runs/mine/dense/checkpoint_best.pt")
     assert not (tmp_path / "runs").exists()
-    scored = step_here("evaluate", "mine", "pretrained", cwd=folder, **settings)
-    assert scored.returncode == 0, scored.stderr
+    succeeded(step_here("evaluate", "mine", "pretrained", cwd=folder, **settings))
     assert [path.name for path in (tmp_path / "runs/mine").iterdir()] == ["pretrained"]
     file = tmp_path / "runs/mine/pretrained/scores.json"
     for other in (False, True):
@@ -480,8 +459,7 @@ def test_frozen_parts_stay(tuned, tmp_path):
     folder, settings = tuned
     words = ("--freeze", "embeddings,encoder", "--lr", "0.01", "--warmup-updates", "1")
     words += ("--save-dir", str(tmp_path / "run"))
-    result = recipe(folder, "train", "mine", "dense", *words, FORECAST="1", **settings)
-    assert result.returncode == 0, result.stdout + result.stderr
+    succeeded(recipe(folder, "train", "mine", "dense", *words, FORECAST="1", **settings))
     start = load(folder / "data/mine/bin/pretrained.pt")["model"]
     trained = load(tmp_path / "run/checkpoint_last.pt")["model"]
     same = {name for name in start if torch.equal(start[name], trained[name])} - {"decoder.version"}
