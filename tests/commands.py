@@ -24,13 +24,8 @@ from smoe_fairseq.errors import UsageError
 
 SCRIPTS = Path(sysconfig.get_path("scripts"))
 PATIENCE = 900  # seconds that a command may take; the longest training takes five minutes
-COMMANDS = {"smoe"} | {
-    f"fairseq-{name}"
-    for name in (
-        *("preprocess", "train", "hydra-train", "generate", "interactive", "validate"),
-        *("eval-lm", "score"),
-    )
-}
+OF_FAIRSEQ = "preprocess train hydra-train generate interactive validate eval-lm score"
+COMMANDS = {"smoe", *(f"fairseq-{name}" for name in OF_FAIRSEQ.split())}
 PLUGIN = Path(__file__).parents[1] / "smoe_fairseq"
 TORCH = Server(None, "import_torch")
 FAIRSEQ = Server(TORCH, "import_fairseq")
@@ -75,9 +70,7 @@ def run(
             text=True,
             timeout=PATIENCE,
         )
-    if check:
-        assert result.returncode == 0, result.stdout[-4000:]
-    return result
+    return succeeded(result) if check else result
 
 
 def server_of(arguments) -> Server:
@@ -144,9 +137,7 @@ def smoe(*words, check=True, cwd=None, **environment) -> subprocess.CompletedPro
 
     done = step_here(*words, cwd=cwd or os.getcwd(), main=main, **environment)
     done.stdout += done.stderr
-    if check:
-        assert done.returncode == 0, done.stdout[-4000:]
-    return done
+    return succeeded(done) if check else done
 
 
 def start(server: Server) -> list[str]:

@@ -19,6 +19,7 @@ from commands import (
     load,
     run,
     run_python,
+    succeeded,
     untrained,
     without,
 )
@@ -139,19 +140,14 @@ def test_ctranslate2_takes_a_model_of_several_languages(ctranslate2, three_langu
 
 def test_what_ctranslate2_has_not_is_refused(ctranslate2, dense, mixed, tmp_path):
     ask = ("--to", "ctranslate2", "--output", tmp_path / "model")
-    sentence = refusal("export", mixed, *ask)
-    assert f"{mixed} has experts" in sentence
-    path = changed(
-        dense,
-        tmp_path / "mixed.pt",
-        lambda state: state["cfg"]["model"].update(activation_fn="relu_squared"),
-    )
+    assert f"{mixed} has experts" in refusal("export", mixed, *ask)
+    other = lambda state: state["cfg"]["model"].update(activation_fn="relu_squared")  # noqa: E731
+    path = changed(dense, tmp_path / "mixed.pt", other)
     sentence = refusal("export", path, *ask)
     assert f"{path}: CTranslate2 does not convert this model: " in sentence
     assert "--activation-fn relu_squared" in sentence
-    path = changed(
-        dense, tmp_path / "moved.pt", lambda state: state["cfg"]["task"].update(data="gone")
-    )
+    moved = lambda state: state["cfg"]["task"].update(data="gone")  # noqa: E731
+    path = changed(dense, tmp_path / "moved.pt", moved)
     assert "dict.*.txt" in (said := refusal("export", path, *ask)) and "--data" in said
     assert sorted(path.name for path in tmp_path.iterdir()) == ["mixed.pt", "moved.pt"]
 
@@ -196,11 +192,8 @@ def test_all_weights_and_options(mixed, tmp_path):
         assert name in left_out or torch.equal(tensors[tied.get(name, name)], tensor)
     assert content["model"]["smoe_strata"] == "2-2" and content["model"]["_name"]
     assert content["dictionaries"] == source["smoe_dictionaries"]
-    assert list(content["blocks"]) == [
-        "encoder.layers.1.moe",
-        "decoder.layers.0.moe",
-        "decoder.layers.1.moe",
-    ]
+    layers = ("encoder.layers.1", "decoder.layers.0", "decoder.layers.1")
+    assert list(content["blocks"]) == [f"{layer}.moe" for layer in layers]
 
 
 WITH_TORCH_ALONE = """
@@ -236,8 +229,7 @@ def test_modules_alone_run_the_blocks(sparse, small_corpus, mixed, tmp_path, is_
     x = torch.randn(3, 5, 48, generator=torch.Generator().manual_seed(2))
     torch.save(x, tmp_path / "x.pt")
     files = (output, output.with_suffix(".json"), tmp_path / "x.pt", tmp_path / "y.pt")
-    done = run_python(without("fairseq", "hydra", "omegaconf") + WITH_TORCH_ALONE, *files)
-    assert done.returncode == 0, done.stdout
+    succeeded(run_python(without("fairseq", "hydra", "omegaconf") + WITH_TORCH_ALONE, *files))
     models, _, _ = checkpoint_utils.load_model_ensemble_and_task(
         [str(mixed)], arg_overrides={"data": str(small_corpus)}
     )
@@ -266,18 +258,11 @@ def test_a_set_of_several_ranks_and_a_stock_model(sparse, pre_norm, tmp_path):
     assert torch.equal(tensors[name], load(pre_norm)["model"][name])
 
 
-def uninstall(monkeypatch, package: str) -> None:
-    """As if it were not installed."""
-    find = importlib.util.find_spec
-    monkeypatch.setattr(
-        importlib.util, "find_spec", lambda n, *m: None if n == package else find(n, *m)
-    )
-
-
 @pytest.mark.parametrize("to", ["safetensors", "ctranslate2", "huggingface"])
 def test_without_the_library_one_sentence_says_how_to_get_it(dense, tmp_path, monkeypatch, to):
-    package = {"huggingface": "transformers"}.get(to, to)
-    uninstall(monkeypatch, package)
+    package, find = {"huggingface": "transformers"}.get(to, to), importlib.util.find_spec
+    missing = lambda name, *more: None if name == package else find(name, *more)  # noqa: E731
+    monkeypatch.setattr(importlib.util, "find_spec", missing)
     sentence = refusal("export", dense, "--to", to, "--output", tmp_path / "x.safetensors")
     assert "pip install" in sentence and package in sentence
 
@@ -293,10 +278,9 @@ def test_the_name_of_the_options_is_not_for_the_weights(mixed, tmp_path):
 def test_float16(mixed, dense, tmp_path):
     safetensors = pytest.importorskip("safetensors.torch")
     full, _ = exported(mixed, tmp_path / "full.safetensors")
-    call(
-        "export", mixed, "--to", "safetensors", "--fp16", "--output", tmp_path / "half.safetensors"
-    )
-    half = safetensors.load_file(tmp_path / "half.safetensors")
+    output = tmp_path / "half.safetensors"
+    call("export", mixed, "--to", "safetensors", "--fp16", "--output", output)
+    half = safetensors.load_file(output)
     assert half.keys() == full.keys()
     for name, tensor in full.items():
         assert torch.equal(half[name], tensor.half() if tensor.is_floating_point() else tensor)

@@ -29,7 +29,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from commands import PLUGIN, run, step_here
+from commands import PLUGIN, hypotheses, run, step_here, succeeded
 from fairseq import options
 from fairseq.criterions import CRITERION_REGISTRY
 from fairseq.data import Dictionary
@@ -116,9 +116,8 @@ def model_of(name: str) -> torch.nn.Module:
     words = Dictionary()
     for i in range(20):
         words.add_symbol(f"w{i}")
-    args = options.parse_args_and_arch(
-        options.get_training_parser(), ["data", *ALL_MODELS[name].split()]
-    )
+    flags = ["data", *ALL_MODELS[name].split()]
+    args = options.parse_args_and_arch(options.get_training_parser(), flags)
     task = SimpleNamespace(source_dictionary=words, target_dictionary=words)
     if name in PAIR_MODELS:
         args.langs, args.lang_pairs = ["aa", "bb", "cc"], list(PAIRS)
@@ -288,14 +287,8 @@ def pass_of(name: str, mode: str, execution: str = "auto") -> dict[str, torch.Te
     leaves = [x]
     if mode == "train":
         leaves += [parameter for _, parameter in sorted(block.named_parameters())]
-    found["gradients"] = torch.cat(
-        [
-            (torch.zeros_like(leaf) if gradient is None else gradient).flatten()
-            for leaf, gradient in zip(
-                leaves, torch.autograd.grad(objective, leaves, allow_unused=True), strict=True
-            )
-        ]
-    )
+    gradients = torch.autograd.grad(objective, leaves, allow_unused=True, materialize_grads=True)
+    found["gradients"] = torch.cat([gradient.flatten() for gradient in gradients])
     return {key: value.detach() for key, value in found.items()}
 
 
@@ -404,6 +397,7 @@ def all_flags() -> dict:
 
     commands = parser_behind(lambda: smoe(["--help"]))
     (names,) = (a.choices for a in commands._actions if isinstance(a, argparse._SubParsersAction))
+    recipe = functools.partial(step_here, cwd=".")
     recipes = parser_behind(lambda: recipe("--help"))
     (steps,) = (a.choices for a in recipes._actions if isinstance(a, argparse._SubParsersAction))
     ours = sorted(name for name in ARCH_MODEL_REGISTRY if name.startswith("smoe_"))
@@ -416,10 +410,6 @@ def all_flags() -> dict:
         "criterion": {CRITERION: of_part(CRITERION_REGISTRY[CRITERION])},
         "architectures": {name: sizes_of(name) for name in ours},
     }
-
-
-def record_flags() -> None:
-    write_json("flags", all_flags())
 
 
 def test_flags():
@@ -459,13 +449,6 @@ def dry_runs() -> dict[str, dict[str, str]]:
     return found
 
 
-def recipe(*words: str, cwd=".", **environment: str) -> str:
-    """What ``scripts/`` print."""
-    done = step_here(*words, cwd=cwd, **environment)
-    assert not done.returncode, f"{words}: {done.stderr}"
-    return done.stdout
-
-
 def dry_run(words: str, given: dict[str, str]) -> list[str]:
     """The commands, without the comments between them.
 
@@ -476,7 +459,7 @@ def dry_run(words: str, given: dict[str, str]) -> list[str]:
     with tempfile.TemporaryDirectory() as folder, mock.patch.dict(os.environ):
         for name in "RESULTS_DIR SEED SEEDS BATCH NODES LAUNCHER JOBS PRECISION".split():
             os.environ.pop(name, None)
-        lines = recipe(*words.split(), cwd=folder, **ours).splitlines()
+        lines = succeeded(step_here(*words.split(), cwd=folder, **ours)).stdout.splitlines()
         assert os.listdir(folder) == [], words
     text = "\n".join(line for line in lines if not line.startswith("#")).replace(str(ROOT), "ROOT")
     seen: set[str] = set()
@@ -490,10 +473,6 @@ def dry_run(words: str, given: dict[str, str]) -> list[str]:
     if len(lines) > 200:
         lines[40:-40] = [f"{len(lines) - 80} more"]
     return lines
-
-
-def record_recipes() -> None:
-    write_json("recipes", {words: dry_run(words, given) for words, given in dry_runs().items()})
 
 
 @pytest.mark.parametrize("dataset", DATASETS)
@@ -586,15 +565,14 @@ def translations(checkpoint: Path) -> dict[str, list[str]]:
     output = io.StringIO()
     with contextlib.redirect_stdout(output), contextlib.redirect_stderr(io.StringIO()):
         generate(convert_namespace_to_omegaconf(args))
-    hypotheses = re.findall(r"^H-(\d+)\t(\S+)\t(.*)$", output.getvalue(), re.MULTILINE)
-    found = sorted((int(number), words, float(score)) for number, score, words in hypotheses)
+    found = [said for _, said in sorted(hypotheses(output.getvalue()).items())]
     text = io.TextIOWrapper(io.BytesIO("".join(f"{line}\n" for line in TRANSLATED).encode()))
     translated = io.TextIOWrapper(io.BytesIO())
     with mock.patch.object(sys, "stdin", text), contextlib.redirect_stdout(translated):
         assert smoe(["translate", str(checkpoint), "--data", str(TEXT)]) == 0
     return {
-        "fairseq-generate": [words for _, words, _ in found],
-        "scores": [round(score, 4) for _, _, score in found],
+        "fairseq-generate": [words for _, words in found],
+        "scores": [round(score, 4) for score, _ in found],
         "smoe translate": translated.buffer.getvalue().decode().splitlines(),
     }
 
@@ -642,8 +620,8 @@ def write_text() -> None:
 PARTS = {
     "models": record_models,
     "blocks": record_blocks,
-    "flags": record_flags,
-    "recipes": record_recipes,
+    "flags": lambda: write_json("flags", all_flags()),
+    "recipes": lambda: write_json("recipes", {w: dry_run(w, g) for w, g in dry_runs().items()}),
     "checkpoints": record_checkpoints,  # with the text
     "logs": record_logs,
 }
