@@ -66,9 +66,7 @@ class _Server:
             client.close()
             return
         if pid := os.fork():
-            with suppress(
-                OSError
-            ):  # it has been killed meanwhile, which `abandon` is going to hear
+            with suppress(OSError):  # the client was killed meanwhile, which `abandon` will hear
                 client.sendall(f"{pid}\n".encode())
             child = os.pidfd_open(pid)
             self.children[child] = (pid, client)

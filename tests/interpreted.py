@@ -112,17 +112,10 @@ def compare(name: str) -> list[str]:
 
 
 OTHERS = [
-    {"activation_fn": "gelu"},
-    {"gate": "threshold"},
-    {"scores": "sigmoid"},
-    {"null_experts": 2},
+    *({"activation_fn": "gelu"}, {"gate": "threshold"}, {"scores": "sigmoid"}, {"null_experts": 2}),
+    *({"balance": "bias"}, {"drop_order": "score", "capacity_factor": 0.5}, {"norms": "released"}),
+    *({"stacked": True}, {"capacity_budget": 1.2}, {"eom": 0.2}),
 ]
-OTHERS += [
-    {"balance": "bias"},
-    {"drop_order": "score", "capacity_factor": 0.5},
-    {"norms": "released"},
-]
-OTHERS += [{"stacked": True}, {"capacity_budget": 1.2}, {"eom": 0.2}]
 OTHERS = {str(options): options for options in OTHERS}
 
 
@@ -263,9 +256,8 @@ SHARDED = {
 
 def sharded(name: str) -> list[str]:
     """Whether sharded experts compute what replicated ones do, in as many launches of kernels."""
-    start_processes(
-        on_rank, (free_port(), *SHARDED[name]), len(SHARDED[name][1]), start_method="fork"
-    )
+    strata, tokens = SHARDED[name]
+    start_processes(on_rank, (free_port(), strata, tokens), len(tokens), start_method="fork")
     return []
 
 

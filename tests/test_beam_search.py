@@ -193,24 +193,20 @@ def test_samples_follow_the_probabilities_and_the_seed(options):
     sample, draws = batch(task), 400
 
     def samples(seed: int, beam: int = 4, sample: dict = sample) -> list[list[list[int]]]:
-        search = BeamSearch(
-            task.target_dictionary,
-            SearchOptions(beam, sampling=True, seed=seed, max_len_b=6, **options),
-        )
-        found = search.generate([model], sample)
+        asked = SearchOptions(beam, sampling=True, seed=seed, max_len_b=6, **options)
+        found = BeamSearch(task.target_dictionary, asked).generate([model], sample)
         return [[h["tokens"].tolist() for h in hypotheses] for hypotheses in found]
 
     assert samples(1) == samples(1) != samples(2)
     one = {"net_input": {name: value[2:3] for name, value in sample["net_input"].items()}}
     assert samples(1, sample=one) == [samples(1)[2]]  # in any company
     # The first token of many draws, beside its probability.
-    small = make_task(96)
     first = [ids[0] for seed in range(draws // 80) for ids in samples(seed, 80, one)[0]]
     encoder_out = model.encoder(one["net_input"]["src_tokens"])
     with torch.no_grad():
         logits, _ = model.decoder(torch.tensor([[2]]), encoder_out)
     probs = logits[0, 0].softmax(0)
-    probs[[1, small.target_dictionary.eos()]] = 0  # padding, and an end before `min_len`
+    probs[[1, task.target_dictionary.eos()]] = 0  # padding, and an end before `min_len`
     order = probs.argsort(descending=True)
     if options.get("sampling_topk"):
         probs[order[3:]] = 0

@@ -15,10 +15,8 @@ from smoe_fairseq.modules.per_expert import PerExpert
 
 T, D = 96, 16
 READING = {"_local_scalar_dense", "nonzero", "masked_select", "_unique2", "bincount", "is_nonzero"}
-TRANSFERS = {
-    *("tolist", "item", "__bool__", "__int__", "__float__", "__index__", "cpu", "numpy"),
-    "nonzero",
-}
+TRANSFERS = {"tolist", "item", "__bool__", "__int__", "__float__", "__index__", "cpu", "numpy"}
+TRANSFERS |= {"nonzero"}
 MADE_ON_HOST = {"tensor", "as_tensor", "new_tensor", "from_numpy"}
 
 
@@ -105,10 +103,8 @@ class EvenSizes(PerExpert):
 
     @staticmethod
     def sort_by_expert(copies):
-        number = copies.expert_TK.numel()
-        return torch.zeros_like(copies.expert_TK).flatten(), [number] + [0] * (
-            len(copies.kept_E) - 1
-        )
+        sizes = [copies.expert_TK.numel()] + [0] * (len(copies.kept_E) - 1)
+        return torch.zeros_like(copies.expert_TK).flatten(), sizes
 
 
 def fakes_cuda() -> bool:
@@ -160,9 +156,8 @@ def test_one_sort_per_stratum_and_no_atomics(strata, capacity_factor, execution)
 
 TORCHS = [((major, 0), "bfloat16", 16, "grouped") for major in (9, 10)]
 OURS = [((9, 0), "float16"), ((8, 0), "bfloat16"), ((12, 0), "bfloat16"), ((7, 5), "float16")]
-OURS = [(*case, 16, "ours") for case in OURS] + [
-    ((9, 0), "bfloat16", 12, "ours")
-]  # rows of 24 bytes
+OURS = [(*case, 16, "ours") for case in OURS]
+OURS += [((9, 0), "bfloat16", 12, "ours")]  # rows of 24 bytes
 NEITHER = [((9, 0), "float32", 16, "per-expert"), ((7, 0), "float16", 16, "per-expert")]
 NEITHER += [(None, "float32", 16, "per-expert")]  # another maker's device
 

@@ -46,14 +46,8 @@ SMALLER = {
 # What makes an environment, does not end, or needs what is not there: SLURM, NLLB, other packages.
 LEFT_OUT = (
     *("make setup", ". .venv/bin/activate", "smoe serve", "curl", "    -d", "scripts/slurm.sh"),
-    *(
-        "fairseq-train DATA",
-        "hf download",
-        "smoe import nllb-moe",
-        "smoe translate nllb.pt",
-        "pip install",
-    ),
-    *("smoe export runs/mine/dense/checkpoint_best.pt --to ctranslate2",),
+    *("fairseq-train DATA", "hf download", "smoe import nllb-moe", "smoe translate nllb.pt"),
+    *("pip install", "smoe export runs/mine/dense/checkpoint_best.pt --to ctranslate2"),
 )
 
 
@@ -106,13 +100,8 @@ def run_commands(
     """Run a page's commands with smaller models; returns outputs by first words, and `SMALLER`'s used."""
     (folder / "scripts").symlink_to(ROOT / "scripts")
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    given = given | {
-        "PATH": path,
-        "GPUS": "0",
-        "OMP_NUM_THREADS": "1",
-        "JOBS": "1",
-        "FORECAST": "0",
-    }
+    given = given | {"PATH": path, "GPUS": "0", "OMP_NUM_THREADS": "1", "JOBS": "1"}
+    given |= {"FORECAST": "0"}
     outputs, used = {}, set()
     for line in commands_of(page):
         if line.startswith(LEFT_OUT):
@@ -122,10 +111,8 @@ def run_commands(
                 before, hash_, words = line.partition("  # ")
                 line = f"{before.rstrip()} {flags}"
                 used.add(command)
-        done = subprocess.run(
-            ["bash", "-c", line],
-            **{"cwd": folder, "env": os.environ | given, "capture_output": True, "text": True},
-        )
+        how = {"cwd": folder, "env": os.environ | given, "capture_output": True, "text": True}
+        done = subprocess.run(["bash", "-c", line], **how)
         assert done.returncode == 0, f"{line}\n{done.stdout[-2000:]}{done.stderr[-2000:]}"
         outputs[" ".join(line.split()[:2])] = done.stdout
     return outputs, used
@@ -148,11 +135,8 @@ def test_the_commands_of_the_start_page(tmp_path):
 def test_the_commands_of_fine_tuning(tmp_path, nllb):
     """With a small NLLB-200 in the place of the published one."""
     configs = shutil.copytree(ROOT / "configs", tmp_path / "configs")
-    content = (
-        yaml_of("docs/finetune.md")
-        + "raw: {parallel: {valid: 10, test: 8}}\nvalidate: {sentences: 4}\n"
-    )
-    (configs / "datasets/mine.yaml").write_text(content)
+    more = "raw: {parallel: {valid: 10, test: 8}}\nvalidate: {sentences: 4}\n"
+    (configs / "datasets/mine.yaml").write_text(yaml_of("docs/finetune.md") + more)
     (tmp_path / "nllb-600M").symlink_to(nllb)
     (tmp_path / "text").mkdir()
     lines = pretrained.lines(60)

@@ -5,16 +5,7 @@ import math
 import pytest
 import reference_gates
 import torch
-from plain_loops import (
-    PADDING,
-    SENTENCES,
-    D,
-    F,
-    T,
-    assert_agrees,
-    make_block,
-    make_input,
-)
+from plain_loops import PADDING, SENTENCES, D, F, T, assert_agrees, make_block, make_input
 
 from smoe_fairseq.modules import StratifiedMoE
 from smoe_fairseq.modules.gates.base import balanced_assignment
@@ -44,7 +35,7 @@ def test_random_order_draws_nothing_in_evaluation():
 
 
 def test_sampled_second_expert_follows_the_scores():
-    """The second expert is drawn from the scores of all experts but the first (design, section 2)."""
+    """The second expert is drawn from the scores of all experts but the first."""
     torch.manual_seed(0)
     block = StratifiedMoE(D, F, "4", second_expert_policy="sampling").double()
     draws = 20_000
@@ -63,13 +54,8 @@ def test_sampled_second_expert_follows_the_scores():
 
 def test_random_second_expert_is_taken_by_its_weight():
     torch.manual_seed(0)
-    gate = (
-        StratifiedMoE(
-            D, F, "4", second_expert_policy="random", capacity_factor=0, gate_normalization="none"
-        )
-        .double()
-        .gates[0]
-    )
+    options = {"second_expert_policy": "random", "gate_normalization": "none"}
+    gate = StratifiedMoE(D, F, "4", capacity_factor=0, **options).double().gates[0]
     torch.nn.init.normal_(gate.weight, std=0.8)
     x = torch.randn(1, D, dtype=torch.float64)
     second = gate.logits(x)[0].softmax(0).sort(descending=True).values[1]
@@ -164,9 +150,8 @@ def test_l1_loss_of_relu(padding):
     params = dict(block.named_parameters())
     want = reference_gates.relu_l1(params, 0, normed(block, x[~mask]), 2) * 1e-8 * 1.2**100
     weight = params["gates.0.weight"]
-    grads = [
-        torch.autograd.grad(loss, weight, retain_graph=True)[0] for loss in (stats.own_loss, want)
-    ]
+    losses = (stats.own_loss, want)
+    grads = [torch.autograd.grad(loss, weight, retain_graph=True)[0] for loss in losses]
     assert torch.allclose(stats.own_loss, want, rtol=1e-4) and torch.allclose(*grads, rtol=1e-4)
 
 
@@ -281,9 +266,8 @@ def test_balanced_assignment_is_the_best(tokens, experts):
         found = balanced_assignment(affinity)
         loads = found.bincount(minlength=experts)
         assert loads.max() <= -(-tokens // experts) and loads.min() >= tokens // experts
-        want = sum(
-            affinity[t, e] for t, e in enumerate(reference_gates.best_balanced(affinity.tolist()))
-        )
+        best = reference_gates.best_balanced(affinity.tolist())
+        want = sum(affinity[t, e] for t, e in enumerate(best))
         got = affinity.gather(1, found.unsqueeze(1)).sum()
         assert float(got) == pytest.approx(float(want), abs=1e-9)
 
@@ -300,6 +284,5 @@ def test_balanced_assignment_is_the_best(tokens, experts):
     ids=["equal", "the same order", "no numbers", "some infinite", "large"],
 )
 def test_balanced_assignment_of_odd_affinities(affinity):
-    assert (
-        sorted(balanced_assignment(affinity).bincount(minlength=8).tolist()) == [12] * 4 + [13] * 4
-    )
+    loads = balanced_assignment(affinity).bincount(minlength=8)
+    assert sorted(loads.tolist()) == [12] * 4 + [13] * 4

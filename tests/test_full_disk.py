@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from commands import FAIRSEQ, RECIPES, SCRIPTS, contents, generation, no_room, refused, start
+from commands import FAIRSEQ, RECIPES, SCRIPTS, STEP, contents, generation, no_room, refused, start
 from handmade import training
 from programs import HANGS
 from sampling import soak
@@ -113,8 +113,7 @@ def test_a_reader_that_has_gone_is_no_error(tmp_path, command):
 
 
 def step(tmp_path: Path, size: int, *words, **environment) -> str:
-    command = ("python", "-P", "-m", "smoe_fairseq.recipes", *words)
-    result = limited(size, *command, cwd=tmp_path, **environment)
+    result = limited(size, "python", *STEP, *words, cwd=tmp_path, **environment)
     assert result.stderr.count("error: ") == 1
     return refused(result)
 
@@ -216,7 +215,7 @@ def test_a_program_that_does_not_say_what_went_wrong_is_named(capfd):
 
 
 def test_a_terminal_of_few_letters_gets_the_others_spelt_out():
-    """Such as the demo's translations in Latin-1, which ended it behind all of its training."""
+    """Such as one in Latin-1, for the demo's translations."""
     program = "from smoe_fairseq.ending import flush_stdout; flush_stdout()(print)('ž ± 1')"
     given = {**os.environ, "PYTHONIOENCODING": "latin-1"}
     printed = subprocess.run([sys.executable, "-c", program], env=given, stdout=subprocess.PIPE)

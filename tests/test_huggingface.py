@@ -218,17 +218,15 @@ def test_gradient_checkpointing_changes_no_gradient(exported):
 
 @pytest.mark.parametrize("system", ["strata-4-4", "hash"])
 def test_what_is_saved_is_loaded_again(recorded, tmp_path, system):
-    folder = export(recorded / f"{system}.pt", tmp_path / "model")
-    model, tokenizer = (
-        kind.from_pretrained(folder) for kind in (AutoModelForSeq2SeqLM, AutoTokenizer)
-    )
-    model.save_pretrained(tmp_path / "again")
-    tokenizer.save_pretrained(tmp_path / "again")
-    again = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "again")
+    export(recorded / f"{system}.pt", tmp_path / "model")
+    kinds = (AutoModelForSeq2SeqLM, AutoTokenizer)
+    model, tokenizer = (kind.from_pretrained(tmp_path / "model") for kind in kinds)
+    for each in (model, tokenizer):
+        each.save_pretrained(tmp_path / "again")
+    again, tokenizer_again = (kind.from_pretrained(tmp_path / "again") for kind in kinds)
     state = again.state_dict()
     assert all(torch.equal(tensor, state[name]) for name, tensor in model.state_dict().items())
     assert again.get_input_embeddings().weight is again.get_output_embeddings().weight
-    tokenizer_again = AutoTokenizer.from_pretrained(tmp_path / "again")
     assert tokenizer_again(TRANSLATED)["input_ids"] == tokenizer(TRANSLATED)["input_ids"]
     fresh = AutoModelForSeq2SeqLM.from_config(model.config)  # with new weights
     source, given = batch(model.config.vocab_size)
@@ -264,12 +262,8 @@ OPTIONS = {
     "depths": {"moe_gate": "depths"},
     "gate residual": {"moe_gate_residual": "layers", "encoder_moe_freq": 1},
     "output": {"share_all_embeddings": False, "share_decoder_input_output_embed": True},
-    "others": {
-        "no_token_positional_embeddings": True,
-        "no_scale_embedding": True,
-        "layernorm_embedding": True,
-        "activation_fn": "gelu_accurate",
-    },
+    "others": {"no_token_positional_embeddings": True, "no_scale_embedding": True}
+    | {"layernorm_embedding": True, "activation_fn": "gelu_accurate"},
 }
 
 
@@ -532,20 +526,16 @@ def test_the_card_of_a_language_with_a_hyphen(hyphens, tmp_path):
 
 
 def test_what_cannot_be_exported_is_one_sentence(recorded, tmp_path):
-    def saved(name: str, change) -> Path:
-        state = torch.load(recorded / "strata-4-4.pt", weights_only=True)
-        change(state)
-        torch.save(state, link_text(tmp_path / name) / "checkpoint_last.pt")
-        return tmp_path / name / "checkpoint_last.pt"
-
     cases = {  # by what the sentence names
         "denoising": lambda s: s["cfg"]["task"].update(_name="denoising"),
         "--bpe gpt2": lambda s: s["cfg"].update(bpe={"_name": "gpt2"}),
         "decoder.layer_norm.bias": lambda s: s["model"].pop("decoder.layer_norm.bias"),
     }
     for number, (named, change) in enumerate(cases.items()):
-        ask = ("export", saved(str(number), change), "--to", "huggingface", "--output")
-        assert named in refusal(*ask, tmp_path / "model")
+        path = link_text(tmp_path / str(number)) / "checkpoint_last.pt"
+        changed(recorded / "strata-4-4.pt", path, change)
+        ask = ("export", path, "--to", "huggingface", "--output", tmp_path / "model")
+        assert named in refusal(*ask)
     assert not (tmp_path / "model").exists()
 
 

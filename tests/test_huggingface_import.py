@@ -46,12 +46,9 @@ def test_an_export_is_taken_back(recorded, tmp_path, system):
 
 
 def test_a_language_with_a_hyphen_is_taken_back(hyphens, tmp_path):
-    folder, output = (
-        export(hyphens / "checkpoint_last.pt", tmp_path / "model"),
-        tmp_path / "ours.pt",
-    )
-    call("import", folder, "--output", output)
-    task = load(output)["cfg"]["task"]
+    folder = export(hyphens / "checkpoint_last.pt", tmp_path / "model")
+    call("import", folder, "--output", tmp_path / "ours.pt")
+    task = load(tmp_path / "ours.pt")["cfg"]["task"]
     assert (task["source_lang"], task["target_lang"]) == ("en", "zh-CN")
     assert {*tmp_path.glob("dict.*")} == {tmp_path / f"dict.{x}.txt" for x in ("en", "zh-CN")}
 

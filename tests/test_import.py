@@ -50,14 +50,9 @@ def as_theirs(source: Path, **options) -> dict:
     values = {n: v for n, v in state["cfg"]["model"].items() if "moe_" not in n and "cmr_" not in n}
     values |= {"arch": "transformer_wmt_en_de_big", "moe_expert_count": 4, "moe_freq": 2}
     values |= {"moe_top1_expert": False, "moe_normalize_gate_prob_before_dropping": False}
-    config = Namespace(
-        **values | {"moe_second_expert_policy": "sampling", "moe_cmr": False} | options
-    )
-    cfg = {
-        **state["cfg"],
-        "model": config,
-        "criterion": {"_name": "moe_label_smoothed_cross_entropy"},
-    }
+    values |= {"moe_second_expert_policy": "sampling", "moe_cmr": False} | options
+    criterion = {"_name": "moe_label_smoothed_cross_entropy"}
+    cfg = {**state["cfg"], "model": Namespace(**values), "criterion": criterion}
     return {"cfg": cfg, "args": None, "model": model}
 
 

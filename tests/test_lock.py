@@ -182,15 +182,12 @@ def train(ranks, tmp_path, small_corpus, world_size, *flags):
 
 @pytest.mark.soak
 def test_runs_of_fairseq_train(ranks, tmp_path, small_corpus):
-    first = train(
-        ranks, tmp_path, small_corpus, 2, "--max-epoch", 10_000, "--save-interval", 10_000
-    )
+    endless = ("--max-epoch", 10_000, "--save-interval", 10_000)
+    first = train(ranks, tmp_path, small_corpus, 2, *endless)
     wait_until(lambda: "train_inner" in first.output(0) or set(first.statuses()) != {None})
     assert set(first.statuses()) == {None}, first.output()
-    for pid in first.pids:
-        os.kill(
-            pid, signal.SIGSTOP
-        )  # it has the lock all the same, and leaves the cores to the others
+    for pid in first.pids:  # it has the lock all the same, and leaves the cores to the others
+        os.kill(pid, signal.SIGSTOP)
     for world_size in (1, 2):
         second = train(ranks, tmp_path, small_corpus, world_size, "--max-update", 1)
         assert second.wait() == [1] * world_size
