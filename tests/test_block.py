@@ -187,8 +187,8 @@ def test_norms_of_the_released_code_leave_a_skipped_batch_in_scale():
 
 def test_dropout_of_the_layer_is_of_all_that_it_adds(execution):
     x, mask = make_input("some")
-    block = make_block("2-2-2-2", capacity_factor=0, dropout=0.25, dropout_per="layer")
-    block.execution = execution
+    options = {"dropout": 0.25, "dropout_per": "layer", "execution": execution}
+    block = make_block("2-2-2-2", capacity_factor=0, **options)
     added = block.eval()(x, mask)[0] - x
     with_dropout = block.train()(x, mask)[0] - x
     left_out = with_dropout.isclose(torch.zeros(()).double())
@@ -262,8 +262,7 @@ def test_grouped_products_equal_one_product_per_expert(strata, capacity_factor):
 def test_what_was_before_a_backward_pass_leaves_nothing_behind(before, execution):
     """The gradients are those of one pass, not of two."""
     x, mask = make_input("some")
-    block = make_block("2-2-2-2", capacity_factor=0)
-    block.execution = execution
+    block = make_block("2-2-2-2", capacity_factor=0, execution=execution)
     params = dict(block.named_parameters())
     y, stats = block(x, mask)
     want = gradients(y, stats.balance_loss, x, params)
@@ -354,8 +353,7 @@ def test_second_derivatives_are_refused(execution):
     """They would lack what goes through the experts' weights; where torch differentiates, they are right."""
     if execution == "grouped" and torch_features.grouped_mm is None:
         pytest.skip("torch has no grouped product")
-    block = StratifiedMoE(D, 8, "4-4", capacity_factor=0)
-    block.execution = execution
+    block = StratifiedMoE(D, 8, "4-4", capacity_factor=0, execution=execution)
     y, _ = block(torch.randn(5, D))
     with pytest.raises(RuntimeError, match="no second derivative"):
         torch.autograd.grad(y.square().sum(), [block.experts.w1], create_graph=True)

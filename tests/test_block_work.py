@@ -71,8 +71,7 @@ def run_block(block, x):
 @pytest.mark.parametrize("strata", STRATA)
 def test_grouped_products_per_stratum(strata):
     """Two in the forward pass of a stratum, and four backwards."""
-    block = make_block(strata)
-    block.execution = "grouped"
+    block = make_block(strata, execution="grouped")
     forward, backward, _ = run_block(block, torch.randn(T, D, requires_grad=True))
     assert forward.calls({"_grouped_mm"}) == 2 * len(block.strata)
     assert backward.calls({"_grouped_mm"}) == 4 * len(block.strata)
@@ -105,10 +104,9 @@ def test_weights_get_one_gradient_each_and_no_copies_of_it(strata):
 @pytest.mark.parametrize("strata", STRATA)
 def test_token_sized_tensors(strata, execution):
     """A stratum makes few tensors as large as its routed copies, and none of size T x E x C."""
-    block = make_block(strata)
+    block = make_block(strata, execution=execution)
     if execution == "grouped" and not products.can_group(block.experts.w1, torch.float32):
         pytest.skip("this torch has no grouped product")
-    block.execution = execution
     forward, backward, routed = run_block(block, torch.randn(T, D, requires_grad=True))
     largest = max(size for operations in (forward, backward) for _, size in operations.made)
     assert largest <= max((T * K + 1) * F, block.experts.w1.numel())

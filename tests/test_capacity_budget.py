@@ -10,10 +10,8 @@ from test_model import tiny
 from smoe_fairseq.models.transformer import moe_blocks
 
 
-def budgeted(strata, execution="per-expert", **options):
-    block = make_block(strata, capacity_budget=1.5, capacity_factor=0.0, **options)
-    block.execution = execution
-    return block
+def budgeted(strata, **options):
+    return make_block(strata, capacity_budget=1.5, capacity_factor=0.0, **options)
 
 
 def gate_inputs(block, x, mask):
@@ -68,7 +66,7 @@ def uniform_from(strata, i):
 @pytest.mark.parametrize("strata, gate", [("4-4", "topk"), ("2-2-2-2", "topk"), ("2-3-4", "top-p")])
 def test_stops_and_their_gradient_agree_with_plain_loops(strata, gate, execution, padding):
     x, mask = make_input(padding)
-    block = budgeted(strata, execution, gate=gate)
+    block = budgeted(strata, execution=execution, gate=gate)
     params = dict(block.named_parameters())
     stats, seen = gate_inputs(block, x, mask)
     real = int((~mask).sum())

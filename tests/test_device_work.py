@@ -141,10 +141,7 @@ def test_first_choices_are_counted_once_per_stratum(strata):
 @pytest.mark.parametrize("capacity_factor", [0.0, 1.0])
 @pytest.mark.parametrize("strata", STRATA)
 def test_one_sort_per_stratum_and_no_atomics(strata, capacity_factor, execution):
-    block = make_block(strata)
-    block.execution = execution
-    for gate in block.gates:
-        gate.capacity.factor = capacity_factor
+    block = make_block(strata, capacity_factor=capacity_factor, execution=execution)
     forward, backward, _ = run_block(block, torch.randn(T, D, requires_grad=True))
     assert forward.called["sort"] == len(block.strata) and not backward.called["sort"]
     for operations in (forward, backward):
@@ -200,8 +197,7 @@ def test_weights_are_cast_once_until_an_optimizers_step(execution):
     """fairseq's optimizers write ``p.data``, which does not change a parameter's version."""
     from fairseq.optim.adam import Adam
 
-    block, x = make_block("4-4"), torch.randn(T, D)
-    block.execution = execution
+    block, x = make_block("4-4", execution=execution), torch.randn(T, D)
     optimizer = Adam(block.parameters(), lr=0.1)
 
     def batch():

@@ -22,10 +22,8 @@ def exit_bias(model, bias):
         each.bias = value
 
 
-def biased(bias, strata="2-2-2-2", execution="per-expert", **options):
-    block = make_block(strata, exit_bias=bias, capacity_factor=0.0, **options).eval()
-    block.execution = execution
-    return block
+def biased(bias, **options):
+    return make_block("2-2-2", exit_bias=bias, capacity_factor=0.0, **options).eval()
 
 
 def routings(block, x, mask):
@@ -40,8 +38,9 @@ def routings(block, x, mask):
 def test_ends(large, gate, execution):
     """Far below 0 tokens stop everywhere, far above they choose their own stratum in the last alone."""
     x, mask = make_input("some")
-    lowest, highest = (biased(b, "2-2-2", execution, gate=gate) for b in (-large, large))
-    plain = biased(0.0, "2-2-2", execution, gate=gate)
+    plain, lowest, highest = (
+        biased(bias, gate=gate, execution=execution) for bias in (0.0, -large, large)
+    )
     y, stats, seen = routings(lowest, x, mask)
     assert stats.requested_capacity[~mask].tolist() == [3] * int((~mask).sum())
     assert all(float(probs[:, 2:].sum().detach()) == 0 for _, probs in seen)

@@ -269,9 +269,8 @@ STATS = ("balance_loss", "z_loss", "requested_capacity", "dropped_choices", "ent
 def pass_of(name: str, mode: str, execution: str = "auto") -> dict[str, torch.Tensor]:
     """Output, statistics and gradients of one pass over ``(3, 8, D)``, in float64."""
     D, F = 8, 6
-    block = StratifiedMoE(D, F, **BLOCKS[name]).double().train(mode == "train")
-    fill(block)
-    block.execution = execution
+    block = StratifiedMoE(D, F, execution=execution, **BLOCKS[name]).double()
+    fill(block.train(mode == "train"))
     generator = np.random.RandomState(7)
     x, weights = (torch.from_numpy(generator.standard_normal((3, 8, D))) for _ in range(2))
     mask = torch.zeros(3, 8, dtype=torch.bool)
