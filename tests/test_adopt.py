@@ -114,7 +114,7 @@ def test_from_the_archive_to_scores(tmp_path, given, server, published, pieces):
     assert commands(planned, "fairseq-train")[0][1] == "data/m4/bin"
 
 
-def test_a_folder_of_text_beside_the_archive_is_text(tmp_path, given, published, pieces):
+def test_a_folder_of_text_beside_the_archive_is_text(tmp_path, given, published):
     shutil.copytree(published / "m15_32k", tmp_path / "given/m15_32k")
     text = tmp_path / "given/text"
     for pair in PAIRS:

@@ -291,7 +291,7 @@ def test_settings_of_training_alone_may_differ(run_of_one, tmp_path):
     assert {*average.TRAINING} < {*SMoETransformerConfig.names()}
 
 
-def test_what_cannot_be_written_is_known_before_the_work(run_of_one, tmp_path, monkeypatch):
+def test_what_cannot_be_written_is_known_before_the_work(tmp_path, monkeypatch):
     """On a file system that may be read only, and below a file; what is read is not even there."""
     files = ["no-checkpoint-1.pt", "no-checkpoint-2.pt"]
     (tmp_path / "file").touch()

@@ -120,7 +120,7 @@ def denied(monkeypatch):
     monkeypatch.setattr("builtins.open", refuse)
 
 
-def test_permission_denied_is_called_so(pre_norm, sparse, small_corpus, tmp_path, denied):
+def test_permission_denied_is_called_so(sparse, small_corpus, tmp_path, denied):
     secret = tmp_path / "secret.pt"
     shutil.copy(sparse, secret)
     with pytest.raises(UsageError) as ended:
@@ -174,7 +174,7 @@ def folder(pre_norm, tmp_path) -> Path:
     return tmp_path / "run"
 
 
-def test_a_kill_while_saving_leaves_the_old_checkpoint(pre_norm, corpus, folder):
+def test_a_kill_while_saving_leaves_the_old_checkpoint(corpus, folder):
     """The copy of the newest checkpoint to checkpoint_last.pt is where the run ends."""
     before = contents(folder)
     program, *flags = resume(corpus, folder, "--max-epoch", 3)
