@@ -1,5 +1,6 @@
 """``smoe analyze`` on models whose gates are fixed by hand: every number is known on paper."""
 
+import itertools
 import json
 import re
 import shutil
@@ -99,11 +100,8 @@ def expected(direction, side, kind) -> Counter:
 
 
 def cases():
-    for direction in DIRECTIONS:
-        for side in ("encoder", "decoder"):
-            for layer in (1, 3):
-                for kind in ("text", "special"):
-                    yield direction, side, layer, kind
+    """(direction, side, layer, kind of tokens)"""
+    return itertools.product(DIRECTIONS, ("encoder", "decoder"), (1, 3), ("text", "special"))
 
 
 def counted(file, number: str, *names: str) -> dict[tuple, Counter]:

@@ -66,10 +66,8 @@ def test_differences_between_rows_are_the_papers(table):
 
 @pytest.mark.parametrize("arch, millions", [("base", 25.165824), ("big", 100.663296)])
 def test_flops_of_one_more_expert(arch, millions):
-    one, two = (
-        cost("--arch", f"smoe_transformer_{arch}", "--smoe-strata", "8", "--moe-top-k", k)
-        for k in "12"
-    )
+    words = ("--arch", f"smoe_transformer_{arch}", "--smoe-strata", "8", "--moe-top-k")
+    one, two = (cost(*words, k) for k in "12")
     assert (two["flops_per_token"] - one["flops_per_token"]) / 1e6 == pytest.approx(millions)
     assert two["parameters"] == one["parameters"]
 

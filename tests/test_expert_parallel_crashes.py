@@ -15,7 +15,7 @@ from test_expert_parallel import checkpoint, flags, furthest, whole
 
 from smoe_fairseq.checkpoints.reading import Record, open_checkpoint
 from smoe_fairseq.checkpoints.sets import Shards
-from smoe_fairseq.compat.checkpoint_names import PENDING, rank_file
+from smoe_fairseq.compat.checkpoint_names import PENDING, pending, rank_file
 from smoe_fairseq.errors import UsageError
 
 KILLS = 6
@@ -52,11 +52,8 @@ def saves(folder, name):
     """What the files of a set hold, those that wait for their name among them: a set of saves per rank."""
     found = []
     for rank in (0, 1):
-        own = set()
-        for path in (
-            rank_file(folder / name, rank),
-            rank_file(folder / name, rank).with_suffix(".pt.pending"),
-        ):
+        file, own = rank_file(folder / name, rank), set()
+        for path in (file, pending(file)):
             try:
                 record = Record.of(open_checkpoint(path))
                 own.add((record.num_updates, record.save))
@@ -125,11 +122,8 @@ def killed_while_publishing(moment: str, arguments):
                     original(source, target)
                 time.sleep(0.3)  # rank 0 goes on
                 os.kill(os.getpid(), signal.SIGKILL)
-        if (
-            moment == "alone"
-            and dist.get_rank() == 0
-            and str(target).endswith("checkpoint_last-rank-0.pt")
-        ):
+        alone = moment == "alone" and dist.get_rank() == 0
+        if alone and str(target).endswith("checkpoint_last-rank-0.pt"):
             count[0] += 1
             if count[0] == 5:
                 time.sleep(600)  # rank 0 never renames its own
@@ -155,9 +149,8 @@ def test_killed_between_two_renamings(ranks, small_corpus, tmp_path, uninterrupt
 
 
 def test_the_files_of_a_diverged_update_are_one_set(ranks, small_corpus, tmp_path):
-    run = ranks.start(
-        tmp_path, 2, *flags(small_corpus, tmp_path, "--expert-parallel", "--lr", 1e30)
-    )
+    arguments = flags(small_corpus, tmp_path, "--expert-parallel", "--lr", 1e30)
+    run = ranks.start(tmp_path, 2, *arguments)
     assert run.wait() == [1, 1], run.output()
     shards = Shards.open(tmp_path / "crash.pt")
     assert len(shards.files) == 2 and shards.record.num_updates > 0

@@ -237,15 +237,13 @@ def test_rows_are_those_of_the_experts_that_take_the_token(gate, device):
 
 
 def test_an_update_of_several_batches_keeps_gradients_all_the_time():
-    one, many = (
-        foretell("--max-tokens", "1024"),
-        foretell("--max-tokens", "1024", "--update-freq", "4"),
-    )
+    one = foretell("--max-tokens", "1024")
+    many = foretell("--max-tokens", "1024", "--update-freq", "4")
     assert one.peak < many.peak <= one.peak + one.gradients
 
 
 def test_a_language_model_is_forecast_too():
-    found = forecast(run_of((LANGUAGE_MODEL), VOCABULARY, 1, 8))
+    found = forecast(run_of(LANGUAGE_MODEL, VOCABULARY, 1, 8))
     assert found.memory == 16 * (found.weights // 4) and found.peak > found.memory
 
 
