@@ -359,7 +359,7 @@ class SMoETrainer(Trainer):
         if which:
             return f"try {flag_of(name)} {max(1, size // 2)}"
         if size == 1:
-            return f"{flag_of(name)} 1 is the smallest; try --checkpoint-activations, or shorter sentences"
+            return f"try --checkpoint-activations or shorter sentences, since {flag_of(name)} is 1"
         size, frequency = same_batch(size, frequency, size // 2)
         return f"try {flag_of(name)} {size} --update-freq {frequency}, which is the same batch"
 
