@@ -110,17 +110,19 @@ def test_settings_of_validation_by_translations(dry, settings, expected):
         assert every == (expected if "every" in settings else None)
 
 
+@pytest.mark.parametrize("checkpoint", ["best", "average:2"])
 @pytest.mark.parametrize("flags", [(), ("--expert-parallel",)])
-def test_what_a_study_measures_after_training(dry, flags):
+def test_what_a_study_measures_after_training(dry, flags, checkpoint):
     """Of a checkpoint in one file, with all language tokens of the model."""
-    given = {"pairs": ["en-de", "en-fr"], "keep": ["de-fr"]}
+    given = {"pairs": ["en-de", "en-fr"], "keep": ["de-fr"], "checkpoint": checkpoint}
     shown = dry("study", "own", "smoe-2-2", "--gpus", "2", *flags, **given)
     shown.stdout = shown.stdout.replace(" && ", "\n")
     analyze = next(words for words in commands(shown, "smoe") if words[1] == "analyze")
     (validate,) = commands(shown, "fairseq-validate")
-    folder = "runs/own/smoe-2-2/consolidated" if flags else "runs/own/smoe-2-2"
+    file = "consolidated/checkpoint_best.pt" if flags else "checkpoint_best.pt"
+    file = "averaged/checkpoint_average_2.pt" if checkpoint != "best" else file
     for words in (analyze, validate):
-        assert words[words.index("--path") + 1] == f"{folder}/checkpoint_best.pt"
+        assert words[words.index("--path") + 1] == f"runs/own/smoe-2-2/{file}"
     assert flag_values(validate)["--langs"] == "en,de,fr"
     assert flag_values(validate)["--lang-pairs"] == "fr-de,de-fr"
 
@@ -130,15 +132,20 @@ def test_another_metric_than_that_of_the_file(dry, metric, maximize):
     typed = ("--best-checkpoint-metric", metric)
     (words,) = commands(dry("train", "own", "moe", *typed, validate={"every": 9}), "fairseq-train")
     assert ("--maximize-best-checkpoint-metric" in words) == maximize
-    other = ("--criterion", "label_smoothed_cross_entropy")
-    refused(dry("train", "own", "moe", *other), "--criterion", "`validate`", "own.yaml")
+
+
+def test_a_methods_own_metric(dry):
+    own = {"best-checkpoint-metric": "accuracy", "maximize-best-checkpoint-metric": True}
+    said = dry("train", "own", "moe", validate={"every": 9}, methods={"moe": own})
+    (words,) = commands(said, "fairseq-train")
+    assert {"accuracy", "--maximize-best-checkpoint-metric"} <= {*words}
 
 
 @pytest.mark.parametrize("name", ["patience", "save-interval-updates"])
 def test_flags_that_two_sections_set_are_refused(dry, name):
     validate = {"metric": "chrf", "every": 10, "patience": 3}
     said = dry("train", "own", "moe", validate=validate, train={**TRAIN, name: 20})
-    refused(said, "own.yaml", f"train.{name}", "`validate`")
+    refused(said, "own.yaml", f"train.{name}", "`validate: {")
 
 
 def test_the_mean_of_the_last_checkpoints(dry, tmp_path):

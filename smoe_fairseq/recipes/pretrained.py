@@ -67,7 +67,8 @@ def with_pretrained(dataset: Dataset, binary: Path | None = None) -> Dataset:
     if not dataset.settings.pretrained:
         before = record.get("named", before if given else None)
     if given != plain_path(before):
-        fault = f"{binary} was prepared with `pretrained: {record['source']}`"
+        was = record["source"] if given else before
+        fault = f"{binary} was prepared with `pretrained: {was}`"
         now = f"not {given}" if given else f"which {dataset.file} lacks now"
         raise UsageError(f"{fault}, {now}: delete it to prepare it again")
     if value_of(dataset.train, "arch", "smoe_transformer") != "smoe_transformer":
@@ -76,7 +77,7 @@ def with_pretrained(dataset: Dataset, binary: Path | None = None) -> Dataset:
         )
     for name, value in read(dataset.file, SCHEMA).get("task", {}).items():
         if (value or None) != (kept := record["task"].get(name, value) or None):
-            fault = f"{dataset.file}: `task.{name}`: {record['source']} has {kept}"
+            fault = f"{dataset.file}: `task.{name}`: {record['source']} has {kept or 'none'}"
             raise UsageError(f"{fault}, not {value}; leave it out")
     places = {} if record["experts"] == DENSE else record["experts"]  # which layers have experts
     places = {name: freq for name, freq in places.items() if name.endswith("moe-freq")}

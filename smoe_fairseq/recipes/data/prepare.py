@@ -143,7 +143,8 @@ def changed_setting(dataset: Dataset, flags: Sequence[str] | None = None) -> str
 def _record(dataset: Dataset) -> dict[str, dict]:
     record = Folders(dataset).binary / PREPARED
     form = {"settings": dict, "content": {str: {str: str}}, "model?": dict}
-    return read_json(record, form) if record.exists() else {}
+    advice = f"delete {record.parent} to prepare it again"
+    return read_json(record, form, advice) if record.exists() else {}
 
 
 def _origin(

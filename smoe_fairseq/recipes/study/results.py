@@ -140,7 +140,11 @@ def _settings(dataset: Dataset) -> dict[str, dict]:
     """What decides which checkpoint is the best, and how translations are scored."""
     settings = {"validate": dataset.validate, "sacrebleu": dataset.sacrebleu}
     return {
-        key: {name: v for name, v in values.items() if v is not None and name != "width"}
+        key: {
+            name: v
+            for name, v in values.items()
+            if v is not None and name not in ("width", "metrics")
+        }
         for key, values in settings.items()
     }
 
@@ -230,8 +234,9 @@ def commands(dataset: Dataset, run: Path, strata: bool, sharded: bool) -> list[s
     Args:
         sharded: the evaluation has joined the experts of all ranks in one checkpoint.
     """
-    folder, lines = run / CONSOLIDATED if sharded else run, []
-    checkpoint = checkpoint_file(folder, dataset.checkpoint)
+    checkpoint, lines = checkpoint_file(run, dataset.checkpoint), []
+    if sharded and checkpoint.parent == run:  # an average is one file already
+        checkpoint = run / CONSOLIDATED / checkpoint.name
     if strata:
         analyze = ["smoe", "analyze", Folders(dataset).binary_path()]
         analyze += ["--path", checkpoint, "--gen-subset", "test", "--output", run / ANALYSIS]

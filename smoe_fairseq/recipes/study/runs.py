@@ -221,6 +221,7 @@ def _slots(settings: Settings) -> dict[int, dict[str, str]]:
 
 def _start(groups: ProcessGroups, run: Run, variables: dict[str, str]) -> None:
     run.folder.mkdir(parents=True, exist_ok=True)
+    run.sharded = run.sharded and variables["GPUS"] != "1"  # slots may have different numbers
     results.record_start(run.folder, variables)
     variables = environment(run.dataset.settings) | variables | {"SEED": str(run.seed)}
     with open_plain(run.folder / LOG, append=True) as log:

@@ -207,15 +207,10 @@ def plan(
     recipe = dataset.train | validation | of_method | {"seed": seed_of(dataset)}
     recipe = {flag: value for flag, value in recipe.items() if value is not None}
     metric = typed.get("--best-checkpoint-metric", of_method.get("best-checkpoint-metric"))
-    if metric and "maximize-best-checkpoint-metric" in validation:  # of the metric in `validate`
+    if metric and "maximize-best-checkpoint-metric" in validation.keys() - of_method.keys():
         recipe["maximize-best-checkpoint-metric"] = metric in ("chrf", "bleu")
-    if (criterion := typed.get("--criterion", recipe.get("criterion"))) != CRITERION:
+    if typed.get("--criterion", recipe.get("criterion")) != CRITERION:
         recipe.pop("save-interval-minutes", None)  # a flag of ours
-        if "validate-sentences" in validation:
-            cause = f"`validate` of {dataset.file} translates, for which {CRITERION} is needed"
-            raise UsageError(
-                f"--criterion {criterion}: {cause}; expected `validate: {{metric: loss}}`"
-            )
     updates, interval = number("max-update"), number("log-interval")
     if 0 < updates < 10 * interval:
         recipe["log-interval"] = max(1, updates // 10)
@@ -276,9 +271,15 @@ def validation_flags(dataset: Dataset, epochs: int = 0) -> Flags:
         }
     flags = {name: value for name, value in flags.items() if value is not None}
     for name, value in read(dataset.file, SCHEMA).get("train", {}).items():
-        if value is not None and value != flags.get(name, value):
-            fault = f"{dataset.file}: `train.{name}` is {value}; by `validate` it is {flags[name]}"
-            raise UsageError(f"{fault}: expected it in `validate` alone")
+        if value is not None and str(value) != str(flags.get(name, value)):
+            key = {
+                "patience": "patience",
+                "validate-sentences": "sentences",
+                "validate-beam": "beam",
+            }
+            key = key.get(name, "metric" if "metric" in name else "every")
+            expected = f"expected it as `validate: {{{key}: ...}}`, by which it is {flags[name]}"
+            raise UsageError(f"{dataset.file}: `train.{name}` is {value}; {expected}")
     return flags
 
 
