@@ -2,7 +2,7 @@
 
 import contextlib
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -67,6 +67,10 @@ class Dataset:
     @property
     def file(self) -> Path:
         return self.settings.config_dir / "datasets" / f"{self.name}.yaml"
+
+    def own(self, section: str) -> Mapping[str, Any]:
+        """A section of the data set's file, without the files on which it is based."""
+        return read(self.file, SCHEMA).get(section, {})
 
     @property
     def all_pairs(self) -> tuple[str, ...]:
@@ -189,14 +193,6 @@ def load_dataset(name: str, settings: Settings | None = None) -> Dataset:
     codes = values["codes"] = values.pop("languages")
     for key in ("pairs", "keep"):
         values[key] = tuple(translated(pair, codes) for pair in merged[key])
-    by_code = {}
-    for own in dict.fromkeys(
-        code for pair in merged["pairs"] + merged["keep"] for code in pair.split("-")
-    ):
-        by_code.setdefault(codes.get(own, own), []).append(own)
-    if twice := [code for code, own in by_code.items() if len(own) > 1]:
-        found = f"{' and '.join(by_code[twice[0]])} are both {twice[0]}"
-        raise UsageError(f"{path}: `languages`: {found}; join their text, under one code")
     if wrong := [pair for pair in values["pairs"] if not _is_pair(pair)]:
         raise UsageError(f"{path}: `languages` makes the pair {wrong[0]}; expected two codes")
     for key, languages in merged["classes"].items():
@@ -225,6 +221,12 @@ def _check(merged: Mapping[str, Any], path: Path, configs: Path) -> None:
     for key, languages in (lists | {"languages": merged["languages"]}).items():
         if others := sorted(set(languages) - known):
             raise UsageError(f"{path}: `{key}` has {others[0]}, which none of `pairs` has")
+    by_code = defaultdict(list)
+    for own in sorted(known):
+        by_code[merged["languages"].get(own, own)].append(own)
+    if twice := next((code for code, own in by_code.items() if len(own) > 1), None):
+        found = f"{' and '.join(by_code[twice])} are both {twice}"
+        raise UsageError(f"{path}: `languages`: {found}; join their text, under one code")
     if "all" in merged["classes"]:
         raise UsageError(f"{path}: `classes.all`: that is the name of the mean of all languages")
     names = [name.lower() for name in merged["metrics"]]

@@ -8,7 +8,6 @@ from pathlib import Path
 from smoe_fairseq.errors import UsageError, quietly
 from smoe_fairseq.flags import flag_of
 from smoe_fairseq.forms import read_json
-from smoe_fairseq.recipes.config_files import SCHEMA, read
 from smoe_fairseq.recipes.datasets import Dataset
 from smoe_fairseq.recipes.folders import Folders
 from smoe_fairseq.recipes.program_flags import Flags, arguments, flag_values, value_of
@@ -75,7 +74,7 @@ def with_pretrained(dataset: Dataset, binary: Path | None = None) -> Dataset:
         raise UsageError(
             f"{dataset.file}: `train.arch`: leave it out; the model is that of {record['source']}"
         )
-    for name, value in read(dataset.file, SCHEMA).get("task", {}).items():
+    for name, value in dataset.own("task").items():
         if (value or None) != (kept := record["task"].get(name, value) or None):
             fault = f"{dataset.file}: `task.{name}`: {record['source']} has {kept or 'none'}"
             raise UsageError(f"{fault}, not {value}; leave it out")

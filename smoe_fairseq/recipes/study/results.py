@@ -127,9 +127,10 @@ def are_saved(dataset: Dataset, name: str, words: Sequence[str], processes: int)
     difference = identity.other_settings(saved, words, processes, data)
     if difference is None and (flags := scores.other_search(dataset, folder)):
         difference = f"was evaluated with {flags}"
-    own = _settings(dataset)
-    if other := [key for key, value in about.get("settings", own).items() if own.get(key) != value]:
-        difference = difference or f"was made with other `{other[0]}` in {dataset.file}"
+    now = _settings(dataset)
+    other = [key for key, value in about.get("settings", now).items() if now.get(key) != value]
+    if difference is None and other:
+        difference = f"was made with other `{other[0]}` in {dataset.file}"
     if difference:
         advice = "set --results-dir and --run-dir to other folders for a study with other settings"
         raise UsageError(f"{folder} {difference}: {advice}")
@@ -138,15 +139,12 @@ def are_saved(dataset: Dataset, name: str, words: Sequence[str], processes: int)
 
 def _settings(dataset: Dataset) -> dict[str, dict]:
     """What decides which checkpoint is the best, and how translations are scored."""
-    settings = {"validate": dataset.validate, "sacrebleu": dataset.sacrebleu}
-    return {
-        key: {
-            name: v
-            for name, v in values.items()
-            if v is not None and name not in ("width", "metrics")
-        }
-        for key, values in settings.items()
-    }
+
+    def given(settings: Mapping, *irrelevant: str) -> dict:
+        return {n: v for n, v in settings.items() if v is not None and n not in irrelevant}
+
+    scoring = given(dataset.sacrebleu, "width", "metrics")
+    return {"validate": given(dataset.validate), "sacrebleu": scoring}
 
 
 def save(dataset: Dataset, name: str, line: str) -> None:

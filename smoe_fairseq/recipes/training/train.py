@@ -11,7 +11,6 @@ from smoe_fairseq.errors import UsageError, quietly
 from smoe_fairseq.files import open_plain
 from smoe_fairseq.plugins import imported
 from smoe_fairseq.recipes import pretrained
-from smoe_fairseq.recipes.config_files import SCHEMA, read
 from smoe_fairseq.recipes.data.prepare import changed_setting
 from smoe_fairseq.recipes.datasets import Dataset, naming_settings
 from smoe_fairseq.recipes.folders import Folders, package_folder, run_name, seed_of
@@ -39,6 +38,16 @@ STARTED_LINE = b"Start iterating over samples"  # of fairseq, before the first u
 # H200 that trains a base model on them.
 GPU_WORKERS = 2
 SCREEN_SECONDS = {True: 1, False: 30}  # between two lines, at a terminal and elsewhere
+_OF_VALIDATE = {  # flags, and the keys of `validate` that set them
+    "validate-interval-updates": "every",
+    "save-interval-updates": "every",
+    "patience": "patience",
+    "validate-sentences": "sentences",
+    "validate-beam": "beam",
+    "best-checkpoint-metric": "metric",
+    "maximize-best-checkpoint-metric": "metric",
+}
+_MAXIMIZED = ("chrf", "bleu")  # as metrics of the best checkpoint
 # Required flags, each with an example. fairseq-train reports some of them late, and has bad defaults for
 # others (a learning rate of 0.25, endless training).
 REQUIRED_FLAGS = {
@@ -208,7 +217,7 @@ def plan(
     recipe = {flag: value for flag, value in recipe.items() if value is not None}
     metric = typed.get("--best-checkpoint-metric", of_method.get("best-checkpoint-metric"))
     if metric and "maximize-best-checkpoint-metric" in validation.keys() - of_method.keys():
-        recipe["maximize-best-checkpoint-metric"] = metric in ("chrf", "bleu")
+        recipe["maximize-best-checkpoint-metric"] = metric in _MAXIMIZED
     if typed.get("--criterion", recipe.get("criterion")) != CRITERION:
         recipe.pop("save-interval-minutes", None)  # a flag of ours
     updates, interval = number("max-update"), number("log-interval")
@@ -255,31 +264,21 @@ def validation_flags(dataset: Dataset, epochs: int = 0) -> Flags:
     settings = {key: value for key, value in dataset.validate.items() if value is not None}
     if not settings:
         return {}
-    flags = {
-        "validate-interval-updates": settings.get("every"),
-        "save-interval-updates": settings.get("every"),
-        "patience": settings.get("patience"),
-    }
-    if settings.get("every"):  # not at the end of epochs, too, which `patience` would count
+    if settings.get("metric") == "loss":
+        settings = {key: settings[key] for key in settings.keys() & {"every", "patience"}}
+    else:
+        settings = {"sentences": 200, "metric": "chrf"} | settings
+    flags = {flag: settings[key] for flag, key in _OF_VALIDATE.items() if key in settings}
+    if "metric" in settings:
+        flags["maximize-best-checkpoint-metric"] = settings["metric"] in _MAXIMIZED
+    own = dataset.own("train")
+    for flag, value in flags.items():
+        if (given := own.get(flag)) is not None and str(given) != str(value):
+            key = _OF_VALIDATE[flag]
+            expected = f"expected it as `validate: {{{key}: ...}}`, by which it is {value}"
+            raise UsageError(f"{dataset.file}: `train.{flag}` is {given}; {expected}")
+    if "every" in settings:  # not at the end of epochs, too, which `patience` would count
         flags["validate-interval"] = value_of(dataset.train, "validate-interval", epochs or 10**6)
-    if settings.get("metric") != "loss":
-        flags |= {
-            "validate-sentences": settings.get("sentences", 200),
-            "validate-beam": settings.get("beam"),
-            "best-checkpoint-metric": settings.get("metric", "chrf"),
-            "maximize-best-checkpoint-metric": settings.get("metric") != "ter",
-        }
-    flags = {name: value for name, value in flags.items() if value is not None}
-    for name, value in read(dataset.file, SCHEMA).get("train", {}).items():
-        if value is not None and str(value) != str(flags.get(name, value)):
-            key = {
-                "patience": "patience",
-                "validate-sentences": "sentences",
-                "validate-beam": "beam",
-            }
-            key = key.get(name, "metric" if "metric" in name else "every")
-            expected = f"expected it as `validate: {{{key}: ...}}`, by which it is {flags[name]}"
-            raise UsageError(f"{dataset.file}: `train.{name}` is {value}; {expected}")
     return flags
 
 
