@@ -148,6 +148,12 @@ def test_flags_that_two_sections_set_are_refused(dry, name):
     refused(said, "own.yaml", f"train.{name}", "`validate: {")
 
 
+@pytest.mark.parametrize("name", ["sentences", "beam"])
+def test_settings_of_translations_beside_the_loss_are_refused(dry, name):
+    said = dry("train", "own", "moe", validate={"metric": "loss", name: 5})
+    refused(said, "own.yaml", f"validate.{name}")
+
+
 def test_the_mean_of_the_last_checkpoints(dry, tmp_path):
     run_folder = tmp_path / "runs/own/moe"
     run_folder.mkdir(parents=True)

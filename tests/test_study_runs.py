@@ -121,6 +121,12 @@ def test_the_curve_of_a_run(tmp_path, monkeypatch):
     about.write_text(json.dumps(result.about | {"flags": {start[0]: "runs/multi30k/x.pt"}}))
     narrow = replace(elsewhere, sacrebleu=elsewhere.sacrebleu | {"width": 1})
     assert study_results.are_saved(narrow, "moe", start, 1)
+    written = {"sentences": 200, "metric": "chrf", "every": 9}  # with the defaults
+    about.write_text(
+        json.dumps(json.loads(about.read_text()) | {"settings": {"validate": written}})
+    )
+    assert study_results.are_saved(replace(narrow, validate={"every": 9}), "moe", start, 1)
+    about.write_text(json.dumps(result.about | {"flags": {start[0]: "runs/multi30k/x.pt"}}))
     for other in ({"validate": {"metric": "chrf"}}, {"sacrebleu": {"tokenize": "char"}}):
         with pytest.raises(UsageError, match=f"`{min(other)}`"):
             study_results.are_saved(replace(elsewhere, **other), "moe", start, 1)

@@ -73,6 +73,13 @@ class Dataset:
         return read(self.file, SCHEMA).get(section, {})
 
     @property
+    def validation(self) -> dict[str, Any]:
+        """``validate`` with its defaults; empty if fairseq's flags alone decide."""
+        given = {key: value for key, value in self.validate.items() if value is not None}
+        by_loss = not given or given.get("metric") == "loss"
+        return given if by_loss else {"sentences": 200, "metric": "chrf"} | given
+
+    @property
     def all_pairs(self) -> tuple[str, ...]:
         """Those that are trained, then those that are only scored."""
         return (*self.pairs, *self.keep)

@@ -139,12 +139,9 @@ def are_saved(dataset: Dataset, name: str, words: Sequence[str], processes: int)
 
 def _settings(dataset: Dataset) -> dict[str, dict]:
     """What decides which checkpoint is the best, and how translations are scored."""
-
-    def given(settings: Mapping, *irrelevant: str) -> dict:
-        return {n: v for n, v in settings.items() if v is not None and n not in irrelevant}
-
-    scoring = given(dataset.sacrebleu, "width", "metrics")
-    return {"validate": given(dataset.validate), "sacrebleu": scoring}
+    irrelevant, given = ("width", "metrics"), dataset.sacrebleu
+    scoring = {n: v for n, v in given.items() if v is not None and n not in irrelevant}
+    return {"validate": dataset.validation, "sacrebleu": scoring}
 
 
 def save(dataset: Dataset, name: str, line: str) -> None:

@@ -261,13 +261,12 @@ def validation_flags(dataset: Dataset, epochs: int = 0) -> Flags:
     Raises:
         UsageError: the file sets one of them otherwise in ``train``.
     """
-    settings = {key: value for key, value in dataset.validate.items() if value is not None}
-    if not settings:
-        return {}
+    settings = dataset.validation
     if settings.get("metric") == "loss":
         settings = {key: settings[key] for key in settings.keys() & {"every", "patience"}}
-    else:
-        settings = {"sentences": 200, "metric": "chrf"} | settings
+        if extra := [key for key in dataset.own("validate") if key in ("sentences", "beam")]:
+            fault = "has no effect with `metric: loss`, which translates nothing"
+            raise UsageError(f"{dataset.file}: `validate.{extra[0]}` {fault}")
     flags = {flag: settings[key] for flag, key in _OF_VALIDATE.items() if key in settings}
     if "metric" in settings:
         flags["maximize-best-checkpoint-metric"] = settings["metric"] in _MAXIMIZED
