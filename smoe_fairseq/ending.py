@@ -73,6 +73,21 @@ def _handled(handler: Callable | int, applies: Callable = lambda action: True) -
             signal.signal(number, action)
 
 
+@contextmanager
+def restoring_signals() -> Iterator[None]:
+    """Restore the actions of the signals of `ENDING`, and who is told of them, when the context ends."""
+    if not _in_main_thread():
+        yield
+        return
+    before, told = {n: signal.getsignal(n) for n in ENDING}, signal.set_wakeup_fd(-1)
+    try:
+        yield
+    finally:
+        for number, action in before.items():
+            signal.signal(number, action)
+        signal.set_wakeup_fd(told)
+
+
 def _in_main_thread() -> bool:
     """Only there can handlers be set."""
     return threading.current_thread() is threading.main_thread()

@@ -6,9 +6,10 @@ import pickle
 import zipfile
 from pathlib import Path
 
+import handmade
 import pytest
 import torch
-from commands import changed, refused, smoe
+from commands import changed, refused, run, smoe
 from fairseq import checkpoint_utils
 from sampling import soak
 from test_refused_types import FORGED, REST, Settings
@@ -199,6 +200,32 @@ def of_moments(change):
 def test_a_checkpoint_of_other_strata_is_named(small_corpus, sparse, tmp_path):
     words = ("--finetune-from-model", sparse, "--smoe-strata", "4-4", "--max-update", 1)
     refused(train_smoe(small_corpus, tmp_path, *words, check=False), sparse, "--smoe-strata")
+
+
+@pytest.mark.parametrize(
+    "flag, value",
+    [
+        ("--encoder-attention-heads", 2),
+        ("--moe-gate", "threshold"),
+        soak("--activation-fn", "gelu"),
+    ],
+)
+def test_a_model_of_the_same_tensors_that_computes_otherwise(
+    small_corpus, sparse, tmp_path, flag, value
+):
+    file = changed(sparse, tmp_path / "checkpoint_last.pt", lambda state: None)
+    result = train_smoe(small_corpus, tmp_path, flag, value, "--max-update", 9, check=False)
+    refused(result, file, flag)
+    assert len(list(tmp_path.glob("*.pt"))) == 1
+
+
+def test_other_language_tokens_than_those_of_the_training(three_languages, tmp_path):
+    handmade.train(three_languages, tmp_path, *handmade.MULTILINGUAL)
+    last, more = tmp_path / "checkpoint_last.pt", (*handmade.MULTILINGUAL, "--decoder-langtok")
+    words = handmade.training(three_languages, tmp_path, *more)
+    refused(run(*words, "--max-update", 99, check=False), last, "no --decoder-langtok")
+    words += ["--save-dir", tmp_path / "new", "--finetune-from-model", last, "--max-update", 1]
+    assert f"{last}: its training had no --decoder-langtok" in run(*words).stdout
 
 
 UNFIT = {

@@ -14,7 +14,8 @@ from test_lock import GLOO, SMALL
 from test_signals import ended
 
 OURS = "smoe_experts"  # what only our trainer writes into a checkpoint
-MOE = [*SMALL, "--moe-freq", 2, "--smoe-strata", "2", "--max-update", 1]
+MOE = ["--moe-freq", 2, "--smoe-strata", "2", "--max-update", 1, "--patience", 3]
+MOE = [*(flag for flag in SMALL if flag != "--disable-validation"), *MOE]
 
 COMMANDS = {
     "module": ("python", "-m", "fairseq_cli.train"),
@@ -40,7 +41,8 @@ def test_every_command_trains_with_ours(small_corpus, tmp_path, name):
         assert run_python(RUN, SCRIPTS / name, *words).returncode == 0
     else:
         run(*COMMANDS[name], *words, fresh=True)
-    assert OURS in torch.load(tmp_path / "checkpoint_last.pt", weights_only=True)
+    last = torch.load(tmp_path / "checkpoint_last.pt", weights_only=True)
+    assert OURS in last and last["extra_state"]["early_stop"]["best"] > 0
 
 
 FIRST = ["fairseq_cli.train", "smoe_fairseq.training.trainer", "smoe_fairseq.translate.search"]

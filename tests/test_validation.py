@@ -6,7 +6,7 @@ import json
 import handmade
 import pytest
 import torch
-from commands import PLUGIN, hypotheses, load, run
+from commands import PLUGIN, WITH_PLUGIN, hypotheses, load, run, run_python, succeeded
 from sacrebleu.metrics import BLEU, CHRF
 
 from smoe_fairseq.training import translations
@@ -80,14 +80,44 @@ def test_early_stopping_ends_a_run_and_goes_on_counting(corpus, tmp_path):
     assert "--patience 3: nothing" in again.stdout and not validations(again.stdout)
 
 
-def test_another_metric_forgets_the_best_number_of_the_first(corpus, tmp_path):
-    flags = ["--validate-sentences", 4, *BY_CHRF, "--patience", 1, "--lr", 1e-9]
+@pytest.mark.parametrize(
+    "first, then, worse",
+    [
+        (("valid_chrf", *BY_CHRF), ("valid_bleu", "--best-checkpoint-metric", "bleu"), -1),
+        (("valid_loss", "--label-smoothing", 0.9), ("valid_loss", "--label-smoothing", 0), 1),
+    ],
+)
+def test_another_metric_forgets_the_best_number_of_the_first(corpus, tmp_path, first, then, worse):
+    flags = ["--validate-sentences", 4, "--patience", 1, "--lr", 1e-9, *first[1:]]
     (before,) = validations(bilingual(corpus, tmp_path, *flags, "--max-epoch", 1).stdout)
-    flags += ["--best-checkpoint-metric", "bleu", "--max-epoch", 2]
+    flags += ["--max-epoch", 2, *then[1:]]
     (found,) = validations(bilingual(corpus, tmp_path, *flags).stdout)
-    assert float(found["valid_bleu"]) < float(before["valid_chrf"])
+    assert worse * float(found[then[0]]) > worse * float(before[first[0]])
     best = load(tmp_path / "checkpoint_best.pt")["extra_state"]["best"]
-    assert best == pytest.approx(float(found["valid_bleu"]), abs=1e-2)
+    assert best == pytest.approx(float(found[then[0]]), abs=1e-2)
+
+
+TWICE = """
+import signal, sys
+from fairseq_cli.train import cli_main
+folder, *words = sys.argv[1:]
+before = signal.getsignal(signal.SIGINT)
+for rate in ("0.01", "1e-9"):
+    sys.argv[1:] = [*words, "--lr", rate, "--save-dir", f"{folder}/{rate}"]
+    cli_main()
+    assert signal.getsignal(signal.SIGINT) is before
+"""
+
+
+def test_two_trainings_in_one_program_know_nothing_of_each_other(corpus, tmp_path):
+    """The second has a best checkpoint, though the first had a lower loss; then Ctrl-C is the program's."""
+    words = [corpus, "--user-dir", PLUGIN, *SIZES, "--max-epoch", 1]
+    succeeded(run_python(TWICE, tmp_path, *words, server=WITH_PLUGIN))
+    first, second = (
+        load(tmp_path / rate / "checkpoint_best.pt")["extra_state"]["best"]
+        for rate in ("0.01", "1e-9")
+    )
+    assert first < second - 0.1
 
 
 @pytest.mark.soak

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from smoe_fairseq.checkpoints.reading import check_plugins
 from smoe_fairseq.errors import UsageError, naming_file
-from smoe_fairseq.flags import values_of, with_value
+from smoe_fairseq.flags import differing_flags, values_of, with_value
 from smoe_fairseq.models.checks import as_loaded
 from smoe_fairseq.models.options import SMoETransformerConfig
 from smoe_fairseq.models.transformer import SMoETransformerModel
@@ -22,6 +22,15 @@ SIDES = ("encoder", "decoder")
 NORM_OPTION = "smoe_norm"  # how inner layer norms and residuals are computed
 # From router_NAME_loss_coef of a config for transformers to moe_NAME_loss_wt of the criterion.
 LOSS_WEIGHTS = {"aux": "gate", "z": "z", "entropy": "entropy"}
+OF_A_RUN = (
+    "freeze",
+    "activations",
+    "min_params",
+)  # parts of the names of options of a single training
+# Likewise of options that change neither the names of weights nor what a model computes without dropout and
+# limits.
+_FREE = """drop max_source max_target expert_parallel execution capacity_factor policy init_scale eom fom
+    bias_step""".split()
 # fairseq's options that change the forward pass in ways that our model does not support.
 _UNSUPPORTED = (
     *("adaptive_input", "adaptive_softmax_cutoff", "cross_self_attention", "no_cross_attention"),
@@ -36,10 +45,14 @@ def saved_options(path: Path, state: Mapping) -> dict:
     Raises:
         UsageError: it has no model options.
     """
-    values = values_of(state["cfg"].get("model") if state.get("cfg") else state.get("args"))
-    if not values:
+    if not (values := values_of(saved_model(state))):
         raise UsageError(f"{path} is not a checkpoint of fairseq: its model has no options")
     return _flat(values)
+
+
+def saved_model(state: Mapping):
+    """The saved settings of the model, with all others in a file of fairseq before 0.10."""
+    return state["cfg"].get("model") if state.get("cfg") else state.get("args")
 
 
 def model_values(path: Path, state: Mapping) -> tuple[str, dict]:
@@ -141,6 +154,23 @@ def check_pre_norm(path: Path, config: SMoETransformerConfig) -> None:
 def is_moe_option(option: str) -> bool:
     """Whether a model option is one of MoE layers."""
     return "moe_" in option or option.startswith("cmr_") or option == "expert_parallel"
+
+
+def is_free(option: str) -> bool:
+    """Whether each training of a model may set the option as it likes."""
+    return any(part in option for part in (*_FREE, *OF_A_RUN))
+
+
+def other_model(content: Mapping, config) -> dict[str, str]:
+    """The flags of a checkpoint's training with which its model computes otherwise than that of ``config``.
+
+    With some of them all tensors fit, as with another number of attention heads, or another gate.
+    """
+    before, now = (_flat(values_of(each)) for each in (saved_model(content), config))
+    names = [
+        n for n in SMoETransformerConfig.names() if n in before.keys() & now and not is_free(n)
+    ]
+    return differing_flags({name: before[name] for name in names}, now)
 
 
 def _flat(values: Mapping) -> dict:

@@ -16,7 +16,7 @@ from omegaconf import OmegaConf
 from smoe_fairseq import locks
 from smoe_fairseq.checkpoints import trained_with  # which may be the first to import fairseq
 from smoe_fairseq.compat.replacing import replaces
-from smoe_fairseq.ending import end_with_parent
+from smoe_fairseq.ending import end_with_parent, restoring_signals
 from smoe_fairseq.errors import UsageError, ends_with_sentence
 from smoe_fairseq.flags import flag_of, values_of
 from smoe_fairseq.modules.gates import GATES
@@ -104,7 +104,8 @@ def check_before_training(call_main, cfg, *others, **options):
                 "--zero-sharding os"
             )
         _check_criterion(cfg)
-    return call_main(cfg, *others, **options)
+    with restoring_signals():  # in a program that trains, and then does something else
+        return call_main(cfg, *others, **options)
 
 
 _PACKAGES = {  # options of fairseq that need one

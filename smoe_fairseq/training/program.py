@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 
 from fairseq.data.iterators import BackgroundConsumer, GroupedEpochBatchIterator
+from omegaconf import OmegaConf
 
 from smoe_fairseq.compat.replacing import replace, replaces
 from smoe_fairseq.errors import UsageError
@@ -144,9 +145,16 @@ def _check_search(cfg, command: str) -> None:
 
 def change(name: str, function: Callable) -> None:
     """Replace a function of the program by ``function(original, ...)``; a second call changes nothing."""
-    program = sys.modules.get(PROGRAM)
+    program = _program()
     if hasattr(program, name) and not hasattr(getattr(program, name), "__wrapped__"):
         replace(program, name, function)
+
+
+def _program():
+    """The module of the program, which has another name after ``python -m``; None in another program."""
+    main = sys.modules["__main__"]
+    started = getattr(getattr(main, "__spec__", None), "name", None)
+    return main if started == PROGRAM else sys.modules.get(PROGRAM)
 
 
 def save_if_validation_fails(validate, cfg, trainer, task, epoch_itr, subsets):
@@ -155,7 +163,7 @@ def save_if_validation_fails(validate, cfg, trainer, task, epoch_itr, subsets):
         return validate(cfg, trainer, task, epoch_itr, subsets)
     except Exception:
         if trainer.data_parallel_world_size == 1:
-            save = sys.modules[PROGRAM].checkpoint_utils.save_checkpoint
+            save = sys.modules["fairseq.checkpoint_utils"].save_checkpoint
             save(cfg.checkpoint, trainer, epoch_itr, None)
         elif not cfg.checkpoint.no_save:  # perhaps on this rank alone, as after a failed update
             trainer.in_update = True
@@ -171,13 +179,18 @@ def save_if_validation_fails(validate, cfg, trainer, task, epoch_itr, subsets):
 EARLY_STOP = "early_stop"  # key of a checkpoint's "extra_state"
 SELECTED_BY = "selected_by"  # likewise: by what the best checkpoint is selected
 _ATTRIBUTES = ("best", "num_runs")
+_NOT_IN_LOSS = {"save_interval_minutes", "subword_sampling", "report_accuracy"}
 
 
 def selected_by(cfg) -> dict[str, str | int]:
     """The settings on which the number of a validation depends."""
-    names = ("validate_sentences", "validate_beam")
-    return {name: getattr(cfg.criterion, name, 0) for name in names} | {
-        "metric": cfg.checkpoint.best_checkpoint_metric,
+    names, metric = ("validate_sentences", "validate_beam"), cfg.checkpoint.best_checkpoint_metric
+    settings = {name: getattr(cfg.criterion, name, 0) for name in names}
+    if metric == "loss":  # of whatever the criterion adds up
+        own = OmegaConf.to_container(cfg.criterion) if OmegaConf.is_config(cfg.criterion) else {}
+        settings |= {name: str(own[name]) for name in sorted(own.keys() - _NOT_IN_LOSS)}
+    return settings | {
+        "metric": metric,
         "maximize": cfg.checkpoint.maximize_best_checkpoint_metric,
         "subset": cfg.dataset.valid_subset,
     }
@@ -185,13 +198,13 @@ def selected_by(cfg) -> dict[str, str | int]:
 
 def early_stop() -> dict[str, float]:
     """The best number so far and the validations since; empty before the first."""
-    stop = getattr(sys.modules.get(PROGRAM), "should_stop_early", None)
+    stop = getattr(_program(), "should_stop_early", None)
     values = {name: getattr(stop, name, None) for name in _ATTRIBUTES}
     return {name: value for name, value in values.items() if value is not None}
 
 
 def set_early_stop(state: Mapping[str, float]) -> None:
     """Continue to count from this state."""
-    stop = getattr(sys.modules.get(PROGRAM), "should_stop_early", None)
+    stop = getattr(_program(), "should_stop_early", None)
     for name in _ATTRIBUTES if stop is not None else ():
         setattr(stop, name, state.get(name))

@@ -1,5 +1,6 @@
 """Checkpoints of sharded experts: one file per rank, saved and loaded as a set."""
 
+import logging
 import os
 import time
 from contextlib import contextmanager
@@ -22,6 +23,9 @@ from smoe_fairseq.models.checks import shared_but_differing
 from smoe_fairseq.models.transformer import first_block
 from smoe_fairseq.modules.parallel import Placement
 from smoe_fairseq.training import launch
+from smoe_fairseq.translate.directions import READING, other_flags
+
+logger = logging.getLogger(__name__)
 
 
 @replaces("fairseq.checkpoint_utils:save_checkpoint")
@@ -171,10 +175,12 @@ def check_files(trainer, path: Path, reset_optimizer: bool) -> None:
 def check_content(trainer, path: Path, reset_optimizer: bool) -> None:
     """Raise UsageError, on all ranks, for a checkpoint that torch would load silently, but wrongly.
 
-    It has other dictionaries of the same size, other values of parameters that the model shares, or more
-    language pairs. A model per language pair would lose those that are not trained on;
-    ``--reset-optimizer`` permits this.
+    It has other dictionaries of the same size, other values of parameters that the model shares, other
+    language tokens, a model that computes otherwise, or more language pairs, of which those that are not
+    trained on would be lost. ``--reset-optimizer`` permits the last three, with a warning for two of them.
     """
+    from smoe_fairseq.checkpoints.model import other_model  # imports the models, which import this
+
     message = None
     if trainer.expert_placement is not None or trainer.data_parallel_rank == 0:
         content = reading.content_of(path)
@@ -184,6 +190,15 @@ def check_content(trainer, path: Path, reset_optimizer: bool) -> None:
         others = sorted(pairs - {*getattr(trainer.get_model(), "models", pairs)})
         if others and not reset_optimizer:
             message = f"{path} has models for {', '.join(others)}: expected --lang-pairs with them"
+        others = other_model(content, trainer.cfg.model)
+        task = other_flags(reading.saved_task(content)[0], trainer.cfg.task)
+        others |= {name: flag for name, flag in task.items() if name in READING}
+        if others:
+            had = f"{path}: its training had {' '.join(others.values())}"
+            if reset_optimizer:
+                logger.warning(f"{had}; this one has not")
+            else:
+                message = message or f"{had}; expected the same, or --finetune-from-model {path}"
         if names := shared_but_differing(trainer.get_model(), weights):
             flags = trained_with.flags_of_other_state(content, trainer.cfg)
             flags = " ".join(flag for flag in flags if "--share-" in flag)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy
 import torch
+from fairseq import checkpoint_utils
 from fairseq.trainer import Trainer
 from fairseq.utils import resolve_max_positions
 from omegaconf import open_dict
@@ -115,6 +116,9 @@ class SMoETrainer(Trainer):
         launch.hold_folder(self.cfg.checkpoint)
         self.folder = launch.folder_identity(self.cfg.checkpoint.save_dir)
         program.set_early_stop({})
+        vars(checkpoint_utils.save_checkpoint).pop(
+            "best", None
+        )  # of a training before, in this process
         translations.check(self.get_criterion(), self.get_model())
         program.change("get_valid_stats", translations.score_by_translations)
         program.change("validate", program.save_if_validation_fails)
@@ -249,7 +253,10 @@ class SMoETrainer(Trainer):
 
     def _continue_selection(self, extra_state: dict) -> None:
         """Continue to select the best checkpoint and to count for ``--patience``, if by the same numbers."""
-        if extra_state.get(program.SELECTED_BY) in (None, program.selected_by(self.cfg)):
+        before, now = values_of(extra_state.get(program.SELECTED_BY)), program.selected_by(self.cfg)
+        if all(
+            now.get(name) == value for name, value in before.items()
+        ):  # earlier versions had fewer
             program.set_early_stop(extra_state.get(program.EARLY_STOP, {}))
             return
         changed = "validation has changed since the checkpoint was saved"

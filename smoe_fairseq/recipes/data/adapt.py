@@ -14,13 +14,14 @@ from smoe_fairseq.checkpoints import huggingface_m2m, huggingface_m2m_text, sets
 from smoe_fairseq.checkpoints.content import fingerprint
 from smoe_fairseq.checkpoints.model import (
     has_experts,
+    is_free,
     known_options,
     transformer_options,
     with_model_options,
 )
 from smoe_fairseq.checkpoints.reading import open_checkpoint
 from smoe_fairseq.checkpoints.trained_with import DICTIONARIES, checksum, dictionary_mismatch
-from smoe_fairseq.checkpoints.upcycle import OF_A_RUN, size_flags
+from smoe_fairseq.checkpoints.upcycle import size_flags
 from smoe_fairseq.checkpoints.vocabulary import Vocabulary
 from smoe_fairseq.errors import UsageError, nearest, quietly
 from smoe_fairseq.files import read_plain, whole_files
@@ -36,11 +37,6 @@ from smoe_fairseq.subwords import NAMES, SPECIAL, read_subwords, subwords_of
 from smoe_fairseq.translate.load import checkpoint_of, data_of
 
 TASK = "translation_multi_simple_epoch"
-# Parts of the names of options that a run may set as it likes: they change neither the names of weights nor
-# what the model computes without dropout and limits.
-_FREE = """drop max_source max_target expert_parallel execution capacity_factor policy init_scale eom fom
-    bias_step""".split()
-_FREE += OF_A_RUN
 
 
 def task_of(source: Path) -> tuple[Path, dict]:
@@ -150,8 +146,7 @@ def _adapt(dataset: Dataset, source: Path, raw: Path, output: Path) -> None:
         state |= {DICTIONARIES: dict.fromkeys(dataset.languages, digest)}
         model, others = {}, {}
         for name, value in size_flags(options).items():
-            free = any(part in name.replace("-", "_") for part in _FREE)
-            (others if free else model)[name] = value
+            (others if is_free(name.replace("-", "_")) else model)[name] = value
         written = [output / name for name in ("dict.txt", "spm.model", MODEL, RECORD)]
         with whole_files(written, parents=True) as partials:
             words = "".join(f"{word} 1\n" for word in symbols[len(SPECIAL) :])
@@ -159,7 +154,7 @@ def _adapt(dataset: Dataset, source: Path, raw: Path, output: Path) -> None:
             Path(partials[1]).write_bytes(vocabulary.subwords)
             sets.write_converted(state, Path(partials[2]), True)
             names = ("moe_freq", *options)  # the first that differs is named
-            fixed = {n: options[n] for n in names if not any(part in n for part in _FREE)}
+            fixed = {n: options[n] for n in names if not is_free(n)}
             experts = size_flags(fixed, experts=True)
             if dense:  # a method may give it experts
                 fixed.pop("moe_freq")
