@@ -148,6 +148,18 @@ def test_flags_that_two_sections_set_are_refused(dry, name):
     refused(said, "own.yaml", f"train.{name}", "`validate: {")
 
 
+@pytest.mark.parametrize(
+    "name, value, other",
+    [
+        ("best-checkpoint-metric", "chrf", {"validate": {"metric": "loss", "every": 2}}),
+        ("bf16", True, {"precision": "fp32"}),
+    ],
+)
+def test_what_other_sections_set_otherwise_is_refused(dry, name, value, other):
+    said = dry("train", "own", "moe", train={**TRAIN, name: value}, **other)
+    refused(said, "own.yaml", f"train.{name}", next(iter(other)))
+
+
 @pytest.mark.parametrize("name", ["sentences", "beam"])
 def test_settings_of_translations_beside_the_loss_are_refused(dry, name):
     said = dry("train", "own", "moe", validate={"metric": "loss", name: 5})

@@ -89,6 +89,8 @@ PROGRAMS = ("task", "generate", "sacrebleu")
         ({"pairs": ["a-b"], "classes": {"all": ["a"]}}, "classes.all"),
         ({"pairs": ["a-b"], "metrics": {"Len": "wc", "len": "wc"}}, "metrics.len"),
         ({"pairs": ["a-b"], "study": "moe"}, "study"),
+        ({"pairs": ["a-b"], "parts": ["m4", "m4"]}, "parts"),
+        ({"pairs": ["a-b"], "methods": {"moe": {"seed": 3}}}, "methods.moe.seed"),
         ({"pairs": ["a-b"], "statements": {"x": ["moe"]}}, "statements.x"),
         ({"pairs": ["a-b"], "methods": {"moe": 1}}, "methods.moe"),
         ({"pairs": ["a-b"], "clean": {"overlap": "remove"}}, "clean.overlap"),
@@ -119,7 +121,7 @@ PROGRAMS = ("task", "generate", "sacrebleu")
         ({"pairs": ["a-b"], "raw": {"messages": {}}}, "raw.messages.layout"),
         ({"pairs": ["a-b"], "raw": {"archives": [{"size": 1}]}}, "raw.archives[0].url"),
     ],
-    ids=range(69),
+    ids=range(71),
 )
 def test_what_a_file_may_not_hold(configs, content, words):
     path = configs(content)

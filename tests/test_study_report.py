@@ -207,6 +207,15 @@ def test_a_study_of_several_data_sets(two_runs):
     assert rows(report, "Requested capacity")["smoe-4-4"][2:4] == ["1.000", "2.000"]
 
 
+def test_two_results_of_one_seed_are_named(two_runs):
+    """As after a copy, or another `seed` in the data set's file."""
+    results = two_runs[0] / "results/multi30k"
+    set_about(two_runs[0], "moe", flags={"--seed": "5"})
+    shutil.copytree(results / "moe", results / "moe.seed-2")
+    named = refusal(report_of(two_runs[0]))
+    assert "results/multi30k/moe " in named and "moe.seed-2" in named
+
+
 def test_what_tokens_request_over_seeds(two_runs):
     """The rank correlation of target languages between seeds, and the sign of rareness in each seed."""
     folder, _ = two_runs

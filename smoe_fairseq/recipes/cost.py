@@ -2,7 +2,6 @@
 
 import json
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
-from collections.abc import Mapping
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -31,7 +30,7 @@ from smoe_fairseq.flags import add_flag, at_least, flag_of
 from smoe_fairseq.models.memory import LENGTH, Run
 from smoe_fairseq.recipes.datasets import Dataset, load_dataset
 from smoe_fairseq.recipes.methods import method_flags, tables
-from smoe_fairseq.recipes.program_flags import arguments
+from smoe_fairseq.recipes.program_flags import arguments, words_of
 from smoe_fairseq.translate.load import checkpoint_of
 
 WITH_COSTS = ("m4", "m15")
@@ -45,16 +44,14 @@ def system_cost(
 ) -> Cost:
     """The cost of a method's model for a data set; raises UsageError for an unknown method.
 
-    ``flags`` of a run override the method's. ``measured`` are further arguments of `count`.
+    All ``flags`` of a run replace the method's; some override them. ``measured`` are further arguments of
+    `count`.
     """
-    words = [*arguments(dataset.train | method_flags(method, dataset)), *words_of(flags or {})]
+    words = words_of(flags or {})
+    if "--arch" not in words:
+        words = [*arguments(dataset.train | method_flags(method, dataset)), *words]
     model = build_meta_model(parse_model(words), vocabulary)
     return count(model, **measured)
-
-
-def words_of(flags: Mapping[str, str]) -> list[str]:
-    """The inverse of `flag_values`: flags and values as command-line words."""
-    return [word for flag, value in flags.items() for word in (flag, *value.split())]
 
 
 def compare(table: str, context: int = CONTEXT) -> list[dict[str, Any]]:

@@ -252,8 +252,10 @@ def _check(merged: Mapping[str, Any], path: Path, configs: Path) -> None:
                 method_file(method, configs)
             except UsageError as error:
                 raise UsageError(f"{path}: `{key}`: {error}") from None
+    if len(merged["parts"]) > len({*merged["parts"]}):
+        raise UsageError(f"{path}: `parts` has one data set twice")
     by_recipe = {"generate": RECIPE_FLAGS, "train": TRAIN_FLAGS}
-    by_recipe |= {f"methods.{method}": TRAIN_FLAGS for method in merged["methods"]}
+    by_recipe |= {f"methods.{method}": TRAIN_FLAGS | {"seed"} for method in merged["methods"]}
     for section, names in by_recipe.items():
         for key in names & _section(merged, section).keys():
             raise UsageError(f"{path}: `{section}.{key}` is set by the recipe")

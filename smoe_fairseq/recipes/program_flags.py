@@ -1,6 +1,6 @@
 """Flags of fairseq's programs: as settings, as words of a command line, and as fairseq's config."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from omegaconf import DictConfig
@@ -76,6 +76,11 @@ def flag_values(words: Sequence[str]) -> dict[str, str]:
         else:
             values.append(word)
     return {name: " ".join(values) for name, values in flags.items()}
+
+
+def words_of(flags: Mapping[str, str]) -> list[str]:
+    """The inverse of `flag_values`: flags and values as command-line words."""
+    return [word for flag, value in flags.items() for word in (flag, *value.split())]
 
 
 def is_number(word: str) -> bool:

@@ -109,7 +109,7 @@ def _common_directions(dataset: Dataset, systems: Mapping[str, "_System"]) -> li
     if (binary := Folders(dataset).binary).exists():
         for run in (*one.runs, *other.runs):
             folder = Folders(dataset).runs / run
-            identity.check(folder, run_method(run), run_seed(run), binary)
+            identity.check(folder, run_method(run), run_seed(run, dataset), binary)
     common = [d for d in dataset.directions if one.has(d) and other.has(d)]
     if not common:
         runs = ", ".join([*one.runs, *other.runs])

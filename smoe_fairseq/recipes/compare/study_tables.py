@@ -13,7 +13,6 @@ from smoe_fairseq.recipes.compare.statistics import spearman
 from smoe_fairseq.recipes.compare.table import average, columns
 from smoe_fairseq.recipes.datasets import Dataset
 from smoe_fairseq.recipes.evaluation.scores import CHRF, mean_of
-from smoe_fairseq.recipes.folders import run_seed
 from smoe_fairseq.recipes.study.results import Result, Systems, means
 
 
@@ -34,7 +33,7 @@ def systems_table(
         updates = {result.about["updates"] for result in results}
         row = [method, number(parameters, 1), number(flops, 1)]
         row += [number(1e6 * statistics.fmean(t) if t else None, 0) for t in times]
-        row += [_seeds(dataset, results), " ".join(f"{u:,}" for u in sorted(updates))]
+        row += [_seeds(results), " ".join(f"{u:,}" for u in sorted(updates))]
         for measure in measures.values():
             values = [measure.of(result) for result in results]
             mean = number(statistics.fmean(values), measure.digits)
@@ -59,8 +58,8 @@ def systems_table(
     return Grid([*header, *measures, "length"], rows, notes)
 
 
-def _seeds(dataset: Dataset, results: Sequence[Result]) -> str:
-    return " ".join(str(run_seed(result.name, dataset)) for result in results)
+def _seeds(results: Sequence[Result]) -> str:
+    return " ".join(str(result.seed) for result in results)
 
 
 def directions_table(dataset: Dataset, systems: Systems) -> Grid:
@@ -70,7 +69,7 @@ def directions_table(dataset: Dataset, systems: Systems) -> Grid:
     for method, results in systems.items():
         scored = [{**r.scores, **r.kept} for r in results]
         each = (statistics.fmean(s[d].bleu for s in scored) for d in (*first.scores, *first.kept))
-        rows.append([method, _seeds(dataset, results), *map(number, each)])
+        rows.append([method, _seeds(results), *map(number, each)])
     signatures = {s.signature for rs in systems.values() for r in rs for s in r.scores.values()}
     notes = [f"sacreBLEU {signature}" for signature in sorted(signatures)]
     return Grid(["method", "seeds", *first.scores, *first.kept], rows, notes)

@@ -33,7 +33,7 @@ from smoe_fairseq.recipes.folders import (
 )
 from smoe_fairseq.recipes.methods import PRETRAINED, method_flags
 from smoe_fairseq.recipes.processes import command, run, warn
-from smoe_fairseq.recipes.program_flags import RECIPE_FLAGS, arguments, flag_values
+from smoe_fairseq.recipes.program_flags import RECIPE_FLAGS, arguments, flag_values, words_of
 from smoe_fairseq.recipes.training import identity
 from smoe_fairseq.recipes.training.launcher import plan_launch
 
@@ -54,7 +54,9 @@ def state_notes(dataset: Dataset, run: str) -> list[str]:
     folders, notes = Folders(dataset), []
     if folders.binary.exists():  # else the dictionaries are unknown
         try:
-            identity.check(folders.runs / run, run_method(run), run_seed(run), folders.binary)
+            identity.check(
+                folders.runs / run, run_method(run), run_seed(run, dataset), folders.binary
+            )
         except UsageError as error:
             notes.append(f"{run}: {error}")
     return [*notes, *outdated_notes(dataset, run)]
@@ -254,7 +256,7 @@ def _check_model(evaluation: Evaluation) -> None:
     """Raise UsageError if the checkpoint's model has other options than the run."""
     with quietly():
         from smoe_fairseq.analysis.cost import ARCHITECTURES, config_of, parse_model  # fairseq
-        from smoe_fairseq.recipes.cost import saved_model, words_of
+        from smoe_fairseq.recipes.cost import saved_model
     flags = identity.record(evaluation.folder).get("flags", {})
     if flags.get("--arch") not in ARCHITECTURES:  # a run without an identity, or a model of fairseq
         return

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from smoe_fairseq.checkpoints.content import fingerprint
 from smoe_fairseq.errors import UsageError
 from smoe_fairseq.files import read_text, write_whole
 from smoe_fairseq.forms import read_json
@@ -96,9 +97,21 @@ def _joined(directions: Mapping[str, Texts], folder: Path) -> Texts:
 
 def externals_of(dataset: Dataset) -> list[External]:
     """COMET if its program is set, and the data set's own; raises UsageError if the program is missing."""
-    own = [External(name, words, words, _printed) for name, words in dataset.metrics.items()]
+    own = [
+        External(name, words, words + _contents(words), _printed)
+        for name, words in dataset.metrics.items()
+    ]
     program = shlex.split(dataset.settings.comet)
     return [*([comet(program, dataset.settings.comet_model or MODEL)] if program else []), *own]
+
+
+def _contents(words: str) -> str:
+    """For a signature: the fingerprints of the files that a command names; empty if it names none."""
+    try:
+        files = [Path(word) for word in shlex.split(words) if Path(word).is_file()]
+    except ValueError:  # no command, as the shell will say
+        files = []
+    return "".join(f"|{file.name}:{fingerprint(file)[:12]}" for file in files)
 
 
 def comet(program: list[str], model: str) -> External:
@@ -113,7 +126,14 @@ def comet(program: list[str], model: str) -> External:
         raise UsageError(f"--comet {program[0]}: there is no such program; {expected}")
     files = "-s {source} -t {translation} -r {reference}"
     words = f"{command(*program)} {files} {command('--model', model)} --quiet --to_json {{output}}"
-    return External(COMET, words, f"model:{model}", partial(_of_comet, model), 100, at_once=True)
+    return External(
+        COMET,
+        words,
+        f"model:{model}{_contents(model)}",
+        partial(_of_comet, model),
+        100,
+        at_once=True,
+    )
 
 
 def _of_comet(model: str, file: Path) -> list[float]:

@@ -80,7 +80,7 @@ def read_score(folder: Path, direction: str) -> Score:
         if (folder / file).exists():
             content = read_json(folder / file, (dict, [dict]))
             for result in content if isinstance(content, list) else [content]:
-                name = re.sub("^chrF2", "chrF", result["name"])  # 2 is beta
+                name = re.sub(r"^chrF2(?=\+*$)", "chrF", result["name"])  # 2 is beta
                 results.setdefault(SPBLEU if file.endswith(".spbleu.json") else name, result)
     bleu = results.pop(BLEU)
     others = {name: (result["score"], result["signature"]) for name, result in results.items()}

@@ -38,6 +38,7 @@ from smoe_fairseq.recipes.folders import (
 )
 from smoe_fairseq.recipes.pretrained import STARTED, started
 from smoe_fairseq.recipes.processes import command
+from smoe_fairseq.recipes.program_flags import flag_values, words_of
 from smoe_fairseq.recipes.training import identity
 from smoe_fairseq.recipes.training.train import data_arguments
 
@@ -53,6 +54,7 @@ MIN_COUNT = 10  # minimum occurrences of a token to use its mean requested capac
 _ABOUT = {"command": str, "commit": str, "machine": str, "versions": dict, "updates": int}
 _ABOUT |= {"flags?": {str: str}, "dictionary?": (None, str), "limits?": (None, {str: str})}
 _ABOUT |= {"kept_loss?": (None, float), "vocabulary?": (None, int), "settings?": dict}
+_ABOUT |= {f"{identity.TEXT}?": (None, str), f"{identity.SELECTION}?": {str: str}}
 
 
 def folder_of(dataset: Dataset) -> Path:
@@ -122,7 +124,7 @@ def are_saved(dataset: Dataset, name: str, words: Sequence[str], processes: int)
     about, method, data = _about(folder), run_method(name), Folders(dataset).binary
     limits = about.get("limits") or {"--max-update": str(about["updates"])}  # of older runs
     saved = {"method": method, "dictionary": about.get("dictionary"), "trained": limits}
-    saved["flags"] = about.get("flags", {})
+    saved |= {"flags": about.get("flags", {}), identity.TEXT: about.get(identity.TEXT)}
     words = [_anywhere(dataset, word) for word in [*words, *started(dataset, words)]]
     difference = identity.other_settings(saved, words, processes, data)
     if difference is None and (flags := scores.other_search(dataset, folder)):
@@ -131,6 +133,12 @@ def are_saved(dataset: Dataset, name: str, words: Sequence[str], processes: int)
     other = [key for key, value in about.get("settings", now).items() if now.get(key) != value]
     if difference is None and other:
         difference = f"was made with other `{other[0]}` in {dataset.file}"
+    own, chosen = about.get(identity.SELECTION), identity.selection(flag_values(words))
+    if difference is None and own not in (None, chosen):  # earlier versions lack it
+        shown = (" ".join(words_of(each)) or "none" for each in (own, chosen))
+        difference = f"chose its best checkpoint by other flags ({', not '.join(shown)})"
+    if (seed := run_seed(name, dataset)) != _seed(name, about, dataset):
+        difference = f"was trained with another seed than {seed}"
     if difference:
         advice = "set --results-dir and --run-dir to other folders for a study with other settings"
         raise UsageError(f"{folder} {difference}: {advice}")
@@ -168,6 +176,7 @@ def save(dataset: Dataset, name: str, line: str) -> None:
         "dictionary": own.get("dictionary"),
         "vocabulary": vocab_size(dataset),
         "limits": limits,
+        **{name: own[name] for name in (identity.TEXT, identity.SELECTION) if name in own},
         "settings": _settings(dataset),
         **summarize_starts(run),
         "versions": {p: version(p) for p in ("torch", "fairseq", "sacrebleu")},
@@ -286,17 +295,13 @@ class Result:
     """The results of one run."""
 
     name: str
+    seed: int
     scores: dict[str, Score]
     curve: list[dict[str, float | None]]
     about: dict
     routing: dict | None = None  # from `routing_summary`
     folder: Path = Path()
     kept: Mapping[str, Score] = field(default_factory=dict)  # of directions that are not trained
-
-    @property
-    def seed(self) -> int | None:
-        """None for the data set's own seed."""
-        return run_seed(self.name)
 
     def is_paired(self, other: "Result") -> bool:
         """Whether one machine and torch, which decide how results round, trained both from one start."""
@@ -337,17 +342,29 @@ Systems = Mapping[str, Sequence[Result]]  # by method, a result for each seed
 
 
 def read(dataset: Dataset) -> list[Result]:
-    """The results of all runs, ordered by name."""
+    """The results of all runs, ordered by name; raises UsageError if two are of one method and seed."""
     folders = sorted(file.parent for file in folder_of(dataset).glob(f"*/{FILE}"))
     whole = [folder for folder in folders if folder.suffix not in (".partial", ".old")]
-    return [_read(folder, dataset.kept_directions) for folder in whole]
+    results, by_seed = [_read(folder, dataset) for folder in whole], {}
+    for result in results:
+        other = by_seed.setdefault((run_method(result.name), result.seed), result)
+        if other is not result:
+            fault = f"{other.folder} and {result.folder} are both of seed {result.seed}"
+            raise UsageError(f"{fault}: delete one of them")
+    return results
+
+
+def _seed(name: str, about: Mapping, dataset: Dataset) -> int:
+    """That of a run's training; if its flags are unknown, that of its name."""
+    given = about.get("flags", {}).get("--seed", "")
+    return int(given) if given.isdecimal() else run_seed(name, dataset)
 
 
 def _about(folder: Path) -> dict:
     return read_json(folder / FILE, _ABOUT)
 
 
-def _read(folder: Path, kept: Sequence[str]) -> Result:
+def _read(folder: Path, dataset: Dataset) -> Result:
     about, scored = _about(folder), scores.read(folder)
     try:
         curve = [
@@ -360,8 +377,9 @@ def _read(folder: Path, kept: Sequence[str]) -> Result:
         raise UsageError(f"{folder / CURVE} has an empty cell")
     file = folder / ROUTING
     routing = read_json(file) if file.exists() else None
-    untrained = {name: scored.pop(name) for name in kept if name in scored}
-    result = Result(folder.name, scored, curve, about, routing, folder, untrained)
+    kept = {name: scored.pop(name) for name in dataset.kept_directions if name in scored}
+    seed = _seed(folder.name, about, dataset)
+    result = Result(folder.name, seed, scored, curve, about, routing, folder, kept)
     if not result.scores or all(row["validation_nll"] is None for row in curve):
         raise UsageError(f"{folder} has no scores or no validation loss: delete it and study again")
     return result

@@ -25,7 +25,7 @@ TIMEOUT_SECONDS = 60  # until other machines see the first one's file, which NFS
 _joined: set[Path] = set()  # folders of runs that another machine started
 # Keys in the file.
 _RANKS = "ranks"
-_TEXT = "text"  # a digest of the training text, if it is known
+TEXT = "text"  # a digest of the training text, if it is known
 _RESTORED = "restored"  # the fingerprint of --restore-file
 _TRAINED = "trained"  # the values of `_LIMITS` when training has ended
 _BEFORE = "before"  # the identity before --force-resume or a longer training changed it
@@ -33,6 +33,11 @@ _SAVED = "saved"  # in `_BEFORE`: what the last checkpoint was
 _SIZES = tuple(f"--{name}" for name in SIZES)
 _WHOLE = "{} x --update-freq x processes ="  # the name of a size of all processes
 _PRECISION = {f"--{name}" for name in ("fp16", "bf16", "fp16-no-flatten-grads", *OTHERS)}
+SELECTION = "selection"  # the values of `_SELECTING`, of the last start
+_SELECTING = ("--best-checkpoint-metric", "--maximize-best-checkpoint-metric", "--valid-subset")
+_SELECTING += tuple(
+    f"--validate-{x}" for x in ("interval", "interval-updates", "sentences", "beam")
+)
 _LIMITS = ("--max-update", "--max-epoch", "--patience")
 
 # Flags that may differ when a run is resumed. Precision (--fp16, --bf16, --amp and their variants) may not:
@@ -109,14 +114,14 @@ def claim(
             unfinished, now = _is_unfinished(saved, flags), saved
             if unfinished:
                 now = {name: value for name, value in saved.items() if name != _TRAINED}
-                now |= {name: own[name] for name in {_RESTORED} & own.keys()}
+                now |= {name: own[name] for name in {_RESTORED, SELECTION} & own.keys()}
             if now != saved:  # once this training saves
                 now = {**now, _BEFORE: {**saved, _SAVED: _last_save(folder)}}
             if now != _read(file, begun=True):  # --force-resume ended before it saved
                 _write(file, now)
             return unfinished
         otherwise = "choose another --run-dir for a new run"
-        fixed = own | {"flags": saved["flags"], _TEXT: None}
+        fixed = own | {"flags": saved["flags"], TEXT: None}
         if _difference(saved, fixed, data):  # in method or dictionaries
             end = ", which --force-resume is not for" * force
             raise UsageError(f"{folder} {difference}{end}: {otherwise}")
@@ -140,8 +145,9 @@ def of(method: str, data: Path, words: Sequence[str], processes: int) -> dict:
     given = flag_values(words)
     flags = _with_whole_batch(fixed_flags(given), processes)
     own = {"method": method, "dictionary": _dictionary(data), "flags": flags, _RANKS: processes}
+    own[SELECTION] = selection(given)
     if text := _text(data):
-        own[_TEXT] = text
+        own[TEXT] = text
     if (restored := Path(given.get("--restore-file", ""))).is_file():
         own[_RESTORED] = fingerprint(restored)
     return own
@@ -173,7 +179,7 @@ def differing(runs: Sequence[Path], left_out: Collection[str] = ()) -> list[str]
     saved = {run.name: each for run in runs if (each := record(run))}
     unended = [run for run, each in saved.items() if _TRAINED not in each]
     found = [f"the training of {' and '.join(unended)} has not ended"] if unended else []
-    texts = {each[_TEXT]: run for run, each in saved.items() if each.get(_TEXT)}
+    texts = {each[TEXT]: run for run, each in saved.items() if each.get(TEXT)}
     found += [f"{' and '.join(texts.values())} have different training text"] * (len(texts) > 1)
     flags = {run: each["flags"] | each.get(_TRAINED, {}) for run, each in saved.items()}
     names = dict.fromkeys(name for own in flags.values() for name in own)
@@ -256,6 +262,11 @@ def limits(flags: dict[str, str]) -> dict[str, str]:
     return {name: flags[name] for name in _LIMITS if name in flags}
 
 
+def selection(flags: dict[str, str]) -> dict[str, str]:
+    """The flags that decide which checkpoint is the best."""
+    return {name: flags[name] for name in _SELECTING if name in flags}
+
+
 def fixed_flags(flags: dict[str, str]) -> dict[str, str]:
     """The flags that may not differ when a run is resumed."""
     fixed = (name for name in flags if name not in _FREE and not name.startswith(_FREE_PREFIXES))
@@ -335,7 +346,7 @@ def _difference(saved: dict, own: dict, data: Path) -> str | None:
         missing = ", which is missing" * (not data.exists())
         parts.append(f"with other dictionaries than those that are in {data} now{missing}")
     else:
-        if None not in (was := saved.get(_TEXT), now := own.get(_TEXT)) and was != now:
+        if None not in (was := saved.get(TEXT), now := own.get(TEXT)) and was != now:
             parts.append(f"with other training text than that in {data} now")
         tokens, sentences = map(_WHOLE.format, _SIZES)
         # Other ranks round how many sentences a batch of tokens may have.

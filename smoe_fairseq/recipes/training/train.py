@@ -263,7 +263,7 @@ def validation_flags(dataset: Dataset, epochs: int = 0) -> Flags:
     """
     settings = dataset.validation
     if settings.get("metric") == "loss":
-        settings = {key: settings[key] for key in settings.keys() & {"every", "patience"}}
+        settings = {k: v for k, v in settings.items() if k not in ("sentences", "beam")}
         if extra := [key for key in dataset.own("validate") if key in ("sentences", "beam")]:
             fault = "has no effect with `metric: loss`, which translates nothing"
             raise UsageError(f"{dataset.file}: `validate.{extra[0]}` {fault}")
@@ -309,6 +309,11 @@ def _adapt_flags(
             warn(f"the batch differs from the requested size: {batch}")
         if batch.name == "release" and has_strata(flags) and "smoe-norm" not in flags:
             notes.append("# --smoe-norm released computes as the released code (docs/reproduce.md)")
+    own = dataset.own("train")
+    if dataset.own("precision") and (twice := [n for n in ("fp16", "bf16", "amp") if own.get(n)]):
+        raise UsageError(
+            f"{dataset.file}: `precision` and `train.{twice[0]}`: expected one of them"
+        )
     # `fp16` and `bf16` in `train` of a data set are `precision: auto` and `precision: bf16`.
     flags.pop("fp16", None)
     requested = "bf16" if flags.pop("bf16", False) else dataset.precision
