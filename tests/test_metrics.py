@@ -134,6 +134,12 @@ def test_another_metric_than_that_of_the_file(dry, metric, maximize):
     assert ("--maximize-best-checkpoint-metric" in words) == maximize
 
 
+def test_all_validations_that_are_asked_for_are_saved(dry):
+    typed = ("--validate-interval-updates", "40")
+    (words,) = commands(dry("train", "own", "moe", *typed), "fairseq-train")
+    assert flag_values(words)["--save-interval-updates"] == "40"
+
+
 def test_a_methods_own_metric(dry):
     own = {"best-checkpoint-metric": "accuracy", "maximize-best-checkpoint-metric": True}
     said = dry("train", "own", "moe", validate={"every": 9}, methods={"moe": own})

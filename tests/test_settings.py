@@ -90,6 +90,8 @@ PROGRAMS = ("task", "generate", "sacrebleu")
         ({"pairs": ["a-b"], "metrics": {"Len": "wc", "len": "wc"}}, "metrics.len"),
         ({"pairs": ["a-b"], "study": "moe"}, "study"),
         ({"pairs": ["a-b"], "parts": ["m4", "m4"]}, "parts"),
+        ({"pairs": ["a-b"], "keep": ["a-c", "c-a"]}, "keep"),
+        ({"pairs": ["a-b"], "train": {"max-sentences": 8}}, "train.max-sentences"),
         ({"pairs": ["a-b"], "methods": {"moe": {"seed": 3}}}, "methods.moe.seed"),
         ({"pairs": ["a-b"], "statements": {"x": ["moe"]}}, "statements.x"),
         ({"pairs": ["a-b"], "methods": {"moe": 1}}, "methods.moe"),
@@ -121,7 +123,7 @@ PROGRAMS = ("task", "generate", "sacrebleu")
         ({"pairs": ["a-b"], "raw": {"messages": {}}}, "raw.messages.layout"),
         ({"pairs": ["a-b"], "raw": {"archives": [{"size": 1}]}}, "raw.archives[0].url"),
     ],
-    ids=range(71),
+    ids=range(73),
 )
 def test_what_a_file_may_not_hold(configs, content, words):
     path = configs(content)

@@ -144,7 +144,7 @@ def test_seeds_and_machines(two_runs):
         shutil.copytree(results / run, results / f"{run}.seed-{seed}")
     set_about(folder, "smoe-4-4.seed-2", machine="n")
     for run, start in {"moe.seed-3": "a", "smoe-4-4.seed-3": "b", "smoe-4-4.seed-4": "b"}.items():
-        set_about(folder, run, flags={"--pretrained": start})
+        set_about(folder, run, flags={"--lr": "1", "--pretrained": start})
     report = made(folder)
     table = rows(report, "Systems")
     assert table["method"][2:4] == ["time/token (us), m", "time/token (us), n"]
@@ -153,6 +153,8 @@ def test_seeds_and_machines(two_runs):
     assert "smoe-4-4 and moe (2, 3)" in report
     set_about(folder, "smoe-4-4.seed-2", untimed="of another job")
     assert "n (times left out: of another job)" in made(folder)
+    set_about(folder, "moe.seed-2", flags={"--lr": "2"})  # no mean over seeds of two trainings
+    assert "moe.seed-2 has --lr 2" in refusal(report_of(folder))
 
 
 def test_a_run_that_diverged_is_reported_and_left_out(two_runs):

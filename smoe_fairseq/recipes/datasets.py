@@ -19,7 +19,13 @@ from smoe_fairseq.recipes.config_files import (
     method_file,
     read,
 )
-from smoe_fairseq.recipes.program_flags import RECIPE_FLAGS, TRAIN_FLAGS, Flags, flag_values
+from smoe_fairseq.recipes.program_flags import (
+    OTHER_NAMES,
+    RECIPE_FLAGS,
+    TRAIN_FLAGS,
+    Flags,
+    flag_values,
+)
 from smoe_fairseq.recipes.settings import Settings
 
 
@@ -219,9 +225,9 @@ def _check(merged: Mapping[str, Any], path: Path, configs: Path) -> None:
     check(merged, REQUIRED, path)
     if twice := [pair for n, pair in enumerate(pairs) if {*both_orders(pair)} & {*pairs[:n]}]:
         raise UsageError(f"{path}: `pairs` has {twice[0]} twice: one entry makes both directions")
-    for pair in keep:
-        if not _is_pair(pair) or {*both_orders(pair)} & {*pairs}:
-            expected = "expected pairs such as en-de that `pairs` lacks"
+    for n, pair in enumerate(keep):
+        if not _is_pair(pair) or {*both_orders(pair)} & {*pairs, *keep[:n]}:
+            expected = "expected pairs such as en-de that `pairs` lacks, each once"
             raise UsageError(f"{path}: `keep` has {pair}: {expected}")
     known = {language for pair in pairs + keep for language in pair.split("-")}
     lists = {f"classes.{key}": languages for key, languages in merged["classes"].items()}
@@ -257,8 +263,12 @@ def _check(merged: Mapping[str, Any], path: Path, configs: Path) -> None:
     by_recipe = {"generate": RECIPE_FLAGS, "train": TRAIN_FLAGS}
     by_recipe |= {f"methods.{method}": TRAIN_FLAGS | {"seed"} for method in merged["methods"]}
     for section, names in by_recipe.items():
-        for key in names & _section(merged, section).keys():
+        keys = _section(merged, section).keys()
+        for key in names & keys:
             raise UsageError(f"{path}: `{section}.{key}` is set by the recipe")
+        for key in (other for other in keys if f"--{other}" in OTHER_NAMES):
+            expected = OTHER_NAMES[f"--{key}"].lstrip("-")
+            raise UsageError(f"{path}: `{section}.{key}`: expected its other name, `{expected}`")
     if merged.get("add-subwords") and not merged["new-languages"]:
         raise UsageError(f"{path}: `add-subwords`: expected it with `new-languages`")
 

@@ -56,7 +56,7 @@ RECIPE_FLAGS = {
     *("source-lang", "target-lang", "langs", "lang-pairs"),
 }
 TRAIN_FLAGS = {"save-dir", "log-file", "user-dir"}  # and those of fairseq-train
-_OTHER_NAMES = {
+OTHER_NAMES = {
     **{"-a": "--arch", "-s": "--source-lang", "-t": "--target-lang"},
     **{"--max-sentences": "--batch-size", "--learning-rate": "--lr"},
     "--relu-dropout": "--activation-dropout",
@@ -70,7 +70,7 @@ def flag_values(words: Sequence[str]) -> dict[str, str]:
     for word in words:
         if word[:1] == "-" and not is_number(word):
             name, equals, value = word.partition("=")
-            name = _OTHER_NAMES.get(name, name)
+            name = OTHER_NAMES.get(name, name)
             flags.pop(name, None)
             values = flags[name] = [value] if equals else []
         else:

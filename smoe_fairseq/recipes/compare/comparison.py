@@ -22,7 +22,7 @@ from smoe_fairseq.recipes.compare.statistics import (
 )
 from smoe_fairseq.recipes.datasets import Dataset
 from smoe_fairseq.recipes.evaluation import scores
-from smoe_fairseq.recipes.evaluation.evaluate import outdated_notes
+from smoe_fairseq.recipes.evaluation.evaluate import again, outdated_notes
 from smoe_fairseq.recipes.evaluation.external import numbers_of_lines
 from smoe_fairseq.recipes.evaluation.metrics import flags_for, metrics_of, parsed
 from smoe_fairseq.recipes.folders import (
@@ -125,12 +125,15 @@ def _common_directions(dataset: Dataset, systems: Mapping[str, "_System"]) -> li
 
 def _settings_notes(dataset: Dataset, runs: Sequence[str]) -> list[str]:
     """A note on settings of training and search in which runs differ, but for those of their methods."""
-    own = set()
-    for method in map(run_method, runs):
+    own, folder = set(), Folders(dataset).runs
+    records, found = {run: identity.record(folder / run) for run in runs}, []
+    for method in dict.fromkeys(map(run_method, runs)):
+        found += identity.differing(
+            {r: each for r, each in records.items() if run_method(r) == method}
+        )
         with suppress(UsageError):  # another folder, such as a copy
             own |= {f"--{flag}" for flag in method_flags(method, dataset)}
-    folder = Folders(dataset).runs
-    found = identity.differing([folder / run for run in runs], left_out=own)
+    found = [*dict.fromkeys([*found, *identity.differing(records, left_out=own)])]
     searches = {scores.other_search(dataset, folder / run) for run in runs}
     found += ["flags of the search"] * (len(searches) > 1)
     return [f"not only the methods differ: {'; '.join(found)}"] if found else []
@@ -146,8 +149,8 @@ class _System:
         self.runs = {run: result for run in runs if (result := scores.read(self.folder / run))}
         if not self.runs:
             method_flags(run_method(name), dataset)  # raises for an unknown method
-            file, advice = self.folder / name / scores.FILE, f"evaluate.sh {dataset.name} {name}"
-            raise UsageError(f"{file} is missing: run scripts/{advice} first")
+            file = self.folder / name / scores.FILE
+            raise UsageError(f"{file} is missing: {again(dataset, name)} first")
         searches = {scores.other_search(dataset, self.folder / run) for run in self.runs}
         if len(searches) > 1:
             ways = " and ".join(sorted(f"with {search or 'usual flags'}" for search in searches))

@@ -22,9 +22,11 @@ from smoe_fairseq.recipes.compare.table import system_costs
 from smoe_fairseq.recipes.datasets import Dataset, load_dataset
 from smoe_fairseq.recipes.evaluation import scores
 from smoe_fairseq.recipes.folders import run_method, run_order
+from smoe_fairseq.recipes.pretrained import STARTED
 from smoe_fairseq.recipes.processes import warn
 from smoe_fairseq.recipes.study import results as study_results
 from smoe_fairseq.recipes.study.results import Result, Systems, folder_of
+from smoe_fairseq.recipes.training import identity
 
 FILE = "report.md"
 COLOURS = ("black", "#3f6ea8", "#9dbcdc", "#a2641b", "#d9a066", "#b0413e", "#5b8c5a", "#777777")
@@ -104,6 +106,14 @@ def _systems(dataset: Dataset) -> dict[str, list[Result]]:
     systems: dict[str, list[Result]] = {}
     for result in results:
         systems.setdefault(run_method(result.name), []).append(result)
+    left_out = {*identity.NOT_OF_A_STUDY, STARTED, "--finetune-from-model"}
+    for runs in systems.values():
+        records = {r.name: r.about | {"trained": r.about.get("limits") or {}} for r in runs}
+        records = {name: each for name, each in records.items() if "flags" in each}
+        if different := identity.differing(records, left_out):
+            raise UsageError(
+                f"{folder_of(dataset)}: {'; '.join(different)}: a study needs them equal"
+            )
     rank = {method: i for i, method in enumerate(dataset.study)}
     return dict(sorted(systems.items(), key=lambda item: (rank.get(item[0], len(rank)), item[0])))
 

@@ -18,6 +18,7 @@ from smoe_fairseq.recipes.compare.grid import MISSING, Grid
 from smoe_fairseq.recipes.compare.statistics import LEVEL, Difference, verdicts
 from smoe_fairseq.recipes.datasets import Dataset
 from smoe_fairseq.recipes.evaluation import scores
+from smoe_fairseq.recipes.program_flags import value_of
 from smoe_fairseq.recipes.study.results import Result, Systems
 
 
@@ -62,7 +63,7 @@ def statements_of(dataset: Dataset, systems: Systems) -> list[Statement]:
 def measures_of(dataset: Dataset) -> dict[str, Measure]:
     """`MEASURES` with the data set's margins; that of kept pairs only if it has some."""
     return {
-        name: replace(measure, margin=dataset.margins.get(name, measure.margin))
+        name: replace(measure, margin=value_of(dataset.margins, name, measure.margin))
         for name, measure in MEASURES.items()
         if dataset.keep or name != KEPT
     }

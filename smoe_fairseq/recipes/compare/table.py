@@ -154,8 +154,9 @@ def side_by_side(dataset: Dataset, metric: str) -> Grid:
         usable = [Column(c.name, None) if mixed & {*(c.directions or ())} else c for c in parts]
         each = [[average(result, c, metric) for c in usable] for result in scored.values()]
         bleu = [_over_seeds(statistics.fmean, values) for values in zip(*each, strict=True)]
-        flags = identity.record(folder / next(iter(scored))).get("flags")
-        cost = system_costs(dataset, name, flags=flags)
+        records = {run: identity.record(folder / run) for run in scored}
+        notes += [f"{name}: {each}" for each in identity.differing(records)]
+        cost = system_costs(dataset, name, flags=next(iter(records.values())).get("flags"))
         count = f", mean of {len(scored)} seeds" if len(scored) > 1 else ""
         label = [name, f"ours{count}"] if paper else [f"{name}{count}"]
         rows.append([*label, *_cells(cost, bleu)])

@@ -4,7 +4,7 @@ import hashlib
 import json
 import math
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -38,6 +38,8 @@ _SELECTING = ("--best-checkpoint-metric", "--maximize-best-checkpoint-metric", "
 _SELECTING += tuple(
     f"--validate-{x}" for x in ("interval", "interval-updates", "sentences", "beam")
 )
+# Not compared between runs of a study: the seed and what depends on the machine.
+NOT_OF_A_STUDY = {*_PRECISION, "--seed", "processes", "--fixed-dictionary"}
 _LIMITS = ("--max-update", "--max-epoch", "--patience")
 
 # Flags that may differ when a run is resumed. Precision (--fp16, --bf16, --amp and their variants) may not:
@@ -163,7 +165,7 @@ def other_settings(saved: dict, words: Sequence[str], processes: int, data: Path
     own[_TRAINED] = limits(flag_values(words))
     if not saved["dictionary"] or not data.exists():
         own["dictionary"] = saved["dictionary"]
-    left_out = {*_PRECISION, "--seed", "processes", "--fixed-dictionary"}
+    left_out = {*NOT_OF_A_STUDY}
     left_out |= {"--finetune-from-model"} if STARTED in saved["flags"] else set()
     for each in (saved, own):
         flags = each["flags"] | each[_TRAINED]
@@ -171,16 +173,17 @@ def other_settings(saved: dict, words: Sequence[str], processes: int, data: Path
     return _difference(saved, own, data)
 
 
-def differing(runs: Sequence[Path], left_out: Collection[str] = ()) -> list[str]:
+def differing(records: Mapping[str, dict], left_out: Collection[str] = ()) -> list[str]:
     """The text, flags and limits of ended trainings in which runs differ: "moe has --lr 1, dense --lr 2".
 
-    Seeds, flags in ``left_out``, and runs whose folders have no identity are not compared.
+    ``records`` are from `record`. Seeds, flags in ``left_out``, and runs without a record are not compared.
     """
-    saved = {run.name: each for run in runs if (each := record(run))}
+    saved = {run: each for run, each in records.items() if each}
     unended = [run for run, each in saved.items() if _TRAINED not in each]
     found = [f"the training of {' and '.join(unended)} has not ended"] if unended else []
-    texts = {each[TEXT]: run for run, each in saved.items() if each.get(TEXT)}
-    found += [f"{' and '.join(texts.values())} have different training text"] * (len(texts) > 1)
+    for key, what in ((TEXT, "training text"), ("dictionary", "dictionaries")):
+        kinds = {each[key]: run for run, each in saved.items() if each.get(key)}
+        found += [f"{' and '.join(kinds.values())} have different {what}"] * (len(kinds) > 1)
     flags = {run: each["flags"] | each.get(_TRAINED, {}) for run, each in saved.items()}
     names = dict.fromkeys(name for own in flags.values() for name in own)
     left_out = {*left_out, "--seed", *(_LIMITS if unended else ())}

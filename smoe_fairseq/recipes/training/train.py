@@ -221,6 +221,9 @@ def plan(
     if typed.get("--criterion", recipe.get("criterion")) != CRITERION:
         recipe.pop("save-interval-minutes", None)  # a flag of ours
     updates, interval = number("max-update"), number("log-interval")
+    every = typed.get("--validate-interval-updates")
+    if every and "--save-interval-updates" not in typed:  # the best of all validations is saved
+        recipe["save-interval-updates"] = every
     if 0 < updates < 10 * interval:
         recipe["log-interval"] = max(1, updates // 10)
     launch = plan_launch(dataset.settings, [*arguments(recipe), *flags])
