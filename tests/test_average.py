@@ -289,6 +289,12 @@ def test_settings_of_training_alone_may_differ(run_of_one, tmp_path):
     files = [run_of_one / names()[0], changed(run_of_one / names()[1], tmp_path / "o.pt", other)]
     call("average", *files, "--output", tmp_path / "mean.pt")
     assert {*average.TRAINING} < {*SMoETransformerConfig.names()}
+    for n in (0, 1):  # experts that choose tokens do so within their limit, in evaluation, too
+        gate = {"moe_gate": "expert-choice", "moe_capacity_factor": n + 1.0}
+        set_gate = lambda state: state["cfg"]["model"].update(gate)  # noqa: B023, E731
+        files[n] = changed(run_of_one / names()[n], tmp_path / f"{n}.pt", set_gate)
+    named = refusal("average", *files, "--output", tmp_path / "mean.pt", "--force")
+    assert "moe_capacity_factor" in named
 
 
 def test_what_cannot_be_written_is_known_before_the_work(tmp_path, monkeypatch):

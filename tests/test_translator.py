@@ -235,7 +235,7 @@ def test_a_language_of_no_direction_in_training(multilingual, three_languages, t
     assert one == other
 
 
-def test_what_a_program_gives_is_looked_at(model):
+def test_what_a_program_gives_is_looked_at(model, prepared):
     texts = ["1 2", "3 4"]
     expected = model.translate(texts, source_lang="fr", **SEARCH)
     assert model.translate(iter(texts), source_lang="fr", **SEARCH) == expected
@@ -256,6 +256,8 @@ def test_what_a_program_gives_is_looked_at(model):
         ({"sentences": [None], "verbose": True}, "None"),
         ({"target_lang": ["en"]}, "'en'"),
         ({"constraints": "ordered"}, "constraints"),
+        ({"lm_path": "nowhere.pt", "lm_weight": 3.0}, "lm_"),
+        ({"prefix_size": 2}, "prefix_size"),
     ):
         with pytest.raises(UsageError, match=named):
             model.translate(**{"sentences": texts, "source_lang": "fr"} | given)
@@ -265,6 +267,8 @@ def test_what_a_program_gives_is_looked_at(model):
     assert model.translate("1 2", beam=np.int64(2), source_lang="fr", lenpen=np.float64(1.0))
     with pytest.raises(UsageError, match="empty"):
         SMoETransformerModel.from_pretrained([])
+    with pytest.raises(UsageError, match="match_source_len"):  # not a default of later calls
+        SMoETransformerModel.from_pretrained(prepared / "runs/tiny/smoe-2-2", match_source_len=True)
 
 
 def test_a_sentence_that_is_too_long_is_divided_or_named(model):

@@ -15,6 +15,7 @@ from smoe_fairseq.files import read_plain
 from smoe_fairseq.forms import Number, read_json
 from smoe_fairseq.models.options import SMoETransformerConfig
 from smoe_fairseq.modules.config import MoEConfig
+from smoe_fairseq.modules.gates import GATES
 from smoe_fairseq.subwords import BEGINS_WORD, check_order, check_pieces, read_vocabulary
 
 _SUBWORDS = "spm.model"
@@ -73,7 +74,10 @@ def _check_blocks(
         raise UsageError(f"{file}: moe_blocks is {actual}; by the other options {implied}")
     for layer, block in expected.items():
         arguments = {name: block[name] for name in _SIDE_ARGUMENTS} | moe_blocks[layer]
-        for name in {**block, **arguments}.keys() - _IRRELEVANT:
+        # Experts that choose their tokens do so within their limit, in evaluation, too.
+        limited = GATES[block.get("gate", MoEConfig.gate)].needs_capacity
+        irrelevant = _IRRELEVANT - {"capacity_factor"} if limited else _IRRELEVANT
+        for name in {**block, **arguments}.keys() - irrelevant:
             value = arguments.get(name, getattr(MoEConfig, name, None))
             if value != block.get(name):
                 option = f"{MoEConfig.flags().get(name, name)} {block.get(name)!r}"

@@ -263,5 +263,6 @@ def _check_new_run(trainer, path: str) -> None:
     if name.exists():
         raise UsageError(
             f"{name} is of one rank: divide it with smoe reshard {name} --world-size "
-            f"{trainer.expert_placement.world_size} --output {name}, or choose another --save-dir"
+            f"{trainer.expert_placement.world_size} --output another/folder/{name.name}, or choose another "
+            "--save-dir"
         )

@@ -3,6 +3,7 @@
 import copy
 import glob
 import os
+import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache, partial
@@ -245,6 +246,12 @@ _OTHERS = {
 }
 
 
+# Options of fairseq's search that its commands read, and its class does not.
+_OF_COMMANDS = re.compile(
+    "_|constraints|lm_|score_reference|prefix_size|decoding_format|eos_token|iter_|retain_"
+)
+
+
 class Translator(TrainedModel):
     """A `TrainedModel` that translates raw text; the direction is chosen at each call."""
 
@@ -269,6 +276,9 @@ class Translator(TrainedModel):
         def prepare(saved, overrides: dict, data: str) -> None:
             if instead := _OTHERS.get(task_name(saved.task)):
                 raise UsageError(f"{first} {instead}")
+            own = {*vars(Options())} - {"nbest"}
+            if at_call := sorted(overrides.keys() & values_of(saved.generation).keys() - own):
+                raise UsageError(f"{at_call[0]}: expected it as an argument of translate")
             # A multilingual task gets its direction later.
             if task_name(saved.task) != MULTILINGUAL:
                 given = {name: lang for name, lang in languages.items() if lang is not None}
@@ -315,8 +325,7 @@ class Translator(TrainedModel):
         direction = {"source_lang": source_lang, "target_lang": target_lang}
         if verbose or options.keys() - self._defaults().keys():
             known = set(values_of(self.cfg.generation))
-            # fairseq-interactive reads constraints from its lines.
-            self._check_options(options, known - {"constraints"})
+            self._check_options(options, {each for each in known if not _OF_COMMANDS.match(each)})
             if unused := [*sorted(options.keys() - known), *["int8"] * int8]:
                 raise UsageError(
                     f"{unused[0]}: expected it without verbose and options of fairseq alone"
