@@ -305,7 +305,7 @@ def train(data, save_dir, *flags, check=True):
     return run("fairseq-train", data, "--save-dir", save_dir, *TINY, *flags, check=check)
 
 
-def hydra_train(folder: Path, data: Path, model: dict, criterion: str, **common) -> None:
+def hydra_train(folder: Path, data: Path, model: dict, criterion: str, *words, **common) -> None:
     """``fairseq-hydra-train`` by a file, for two epochs into ``folder/run``."""
     config = {
         "common": {"cpu": True, **common},
@@ -319,7 +319,7 @@ def hydra_train(folder: Path, data: Path, model: dict, criterion: str, **common)
         "checkpoint": {"save_dir": str(folder / "run"), "no_epoch_checkpoints": True},
     }
     (folder / "c.yaml").write_text("# @package _group_\n" + json.dumps(config))
-    run("fairseq-hydra-train", "--config-dir", folder, "--config-name", "c", cwd=folder)
+    run("fairseq-hydra-train", "--config-dir", folder, "--config-name", "c", *words, cwd=folder)
 
 
 def generate(data, checkpoint, *flags):

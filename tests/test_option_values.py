@@ -118,6 +118,8 @@ OF_OURS = {  # what the sentence names
     "--subword-sampling 0.1": ["--subword-sampling", "spm.model"],
     f"{CHRF} --maximize-best-checkpoint-metric": [CHRF, "--validate-sentences"],
     f"--validate-sentences 5 {CHRF}": [CHRF, "--maximize-best-checkpoint-metric"],
+    "--report-accuracy --best-checkpoint-metric accuracy": ["--maximize-best-checkpoint-metric"],
+    "--moe-losses moe_gate_loss=5": ["--moe-losses", "--moe-gate-loss-wt"],
     "--validate-sentences -1": ["--validate-sentences -1"],
     "--validate-sentences 5 --validate-beam 0": ["--validate-beam 0"],
     SHARDED: [SHARDED],

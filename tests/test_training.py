@@ -101,15 +101,26 @@ def test_experts_on_resume_of_a_dense_model(small_corpus, tmp_path):
 def test_hydra_trains_the_size_of_the_architecture(small_corpus, tmp_path):
     model = {"_name": "smoe_transformer_tiny", "smoe_strata": "2-2", "encoder_layers": 3}
     more = {"user_dir": str(PLUGIN), "log_file": str(tmp_path / "log"), "log_format": "simple"}
-    hydra_train(tmp_path, small_corpus, model, "smoe_label_smoothed_cross_entropy", **more)
-    state = load(tmp_path / "run/checkpoint_last.pt")
-    assert "smoe_experts" in state  # so it is our trainer
-    assert state["model"]["encoder.layers.1.moe.gates.1.weight"].shape == (2, 128)
-    model = state["cfg"]["model"]
-    assert (model["decoder_embed_dim"], model["decoder_ffn_embed_dim"]) == (128, 256)
-    assert (model["encoder_layers"], model["decoder_layers"]) == (3, 2)
+    words = (
+        "--multirun",
+        "optimization.lr=[0.001],[1e-9]",
+        "checkpoint.save_dir=r${hydra:job.num}",
+    )
+    criterion = "smoe_label_smoothed_cross_entropy"
+    hydra_train(tmp_path, small_corpus, model, criterion, *words, **more)
+    best = []
+    for name in ("r0", "r1"):
+        (found,) = tmp_path.rglob(f"{name}/checkpoint_best.pt")
+        state = load(found)
+        best.append(state["extra_state"]["best"])
+        assert "smoe_experts" in state  # so it is our trainer
+        assert state["model"]["encoder.layers.1.moe.gates.1.weight"].shape == (2, 128)
+        model = state["cfg"]["model"]
+        assert (model["decoder_embed_dim"], model["decoder_ffn_embed_dim"]) == (128, 256)
+        assert (model["encoder_layers"], model["decoder_layers"]) == (3, 2)
+    assert best[0] < best[1] - 0.1
     log = (tmp_path / "log").read_text()
-    assert log.count("epoch 002 | valid on") == 1, log  # fairseq opens the file for each epoch
+    assert log.count("epoch 002 | valid on") == 2, log  # fairseq opens the file for each epoch
 
 
 @pytest.mark.parametrize(

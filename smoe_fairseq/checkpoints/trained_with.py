@@ -133,7 +133,7 @@ def compare_when_loaded(original, *arguments, **options):
 
 _GROUPS = ("criterion", "optimizer", "lr_scheduler")
 _SWITCHES = {
-    "model": ("share_all_embeddings", "share_decoder_input_output_embed"),
+    "model": ("share_all_embeddings", "share_decoder_input_output_embed", "freeze"),
     "common": ("bf16", "fp16", "amp", "memory_efficient_bf16", "memory_efficient_fp16"),
 }
 

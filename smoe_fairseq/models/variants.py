@@ -148,6 +148,7 @@ for _model, _config in {
     ARCH_CONFIG_REGISTRY[_model] = ARCH_CONFIG_REGISTRY[f"{_model}_base"]
 
 
+@replaces("fairseq_cli.hydra_train:add_defaults")  # after the first job of a --multirun
 @replaces("fairseq_cli.train:add_defaults")
 def set_sizes_of_architecture(add_defaults, cfg) -> None:
     """In a config of fairseq-hydra-train, which would get the sizes of the model, that is ``..._base``."""

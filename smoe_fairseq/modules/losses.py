@@ -78,10 +78,13 @@ def parse_weights(text: str) -> dict[str, float]:
     """The weights of ``NAME=WEIGHT,NAME=WEIGHT``.
 
     Raises:
-        ValueError: a name is not registered, or a weight is no number of at least 0; one sentence.
+        ValueError: a name is not registered or has its own flag, or a weight is no number of at least 0;
+            one sentence.
     """
     weights = parse_numbers(text, LOSSES)
     for name, weight in weights.items():
+        if LOSSES[name].__module__ == __name__:
+            raise ValueError(f"{name}: expected its own flag, --{name.replace('_', '-')}-wt")
         if weight < 0:
             raise ValueError(
                 f"{name}={weight:g}: expected a weight of at least 0, such as {name}=0.01"

@@ -193,6 +193,8 @@ def selected_by(cfg) -> dict[str, str | int]:
         "metric": metric,
         "maximize": cfg.checkpoint.maximize_best_checkpoint_metric,
         "subset": cfg.dataset.valid_subset,
+        "combined": cfg.dataset.combine_valid_subsets,
+        "steps": cfg.dataset.max_valid_steps,
     }
 
 
