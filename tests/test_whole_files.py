@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 from commands import contents, no_room, sentence_of
+from fairseq import checkpoint_utils
+from fairseq.file_io import PathManager
 
 from smoe_fairseq import files
 from smoe_fairseq.errors import UsageError
@@ -227,16 +229,23 @@ def test_what_is_no_file_is_written_to(tmp_path):
     os.close(reader)
 
 
-@pytest.mark.parametrize("follow", [True, False])
-def test_a_link_to_a_file_stays_one_unless_it_is_a_checkpoint(tmp_path, follow):
+WRITERS = {  # of text, and of checkpoints as fairseq saves and copies them
+    "text": lambda path: write_whole(path, "new"),
+    "saved": lambda path: checkpoint_utils.torch_persistent_save("new", str(path)),
+    "copied": lambda path: PathManager.copy(__file__, str(path), overwrite=True),
+}
+
+
+@pytest.mark.parametrize("kind", WRITERS)
+def test_a_link_to_a_file_stays_one_unless_it_is_a_checkpoint(tmp_path, kind):
     (tmp_path / "file").write_text("old")
     (tmp_path / "link").symlink_to("file")
     (tmp_path / "next").symlink_to("new")
     for name in ("link", "next"):
-        with whole_file(tmp_path / name, follow=follow) as partial:
-            Path(partial).write_text(name)
-        assert (tmp_path / name).is_symlink() == follow and (tmp_path / name).read_text() == name
-    assert (tmp_path / "file").read_text() == ("link" if follow else "old")
+        WRITERS[kind](tmp_path / name)
+        assert (tmp_path / name).is_symlink() == (kind == "text")
+        assert (tmp_path / name).read_bytes() != b"old"
+    assert ((tmp_path / "file").read_text() == "old") == (kind != "text")
 
 
 def test_standard_output_that_is_a_file_gets_the_content_and_stays_a_link(tmp_path):
