@@ -25,7 +25,7 @@ from smoe_fairseq.errors import UsageError
 from smoe_fairseq.recipes.data import prepare, readers
 from smoe_fairseq.recipes.data.checks import TESTS
 from smoe_fairseq.recipes.data.download import remote_files
-from smoe_fairseq.recipes.data.elsewhere import sacrebleu_files
+from smoe_fairseq.recipes.data.elsewhere import read_datasets, sacrebleu_files
 from smoe_fairseq.recipes.data.finding import find, hash_position
 from smoe_fairseq.recipes.data.normalization import plain
 from smoe_fairseq.recipes.data.raw import gather
@@ -518,6 +518,9 @@ def test_records_without_a_language_count_as_empty(tmp_path, dataset, monkeypatc
     assert left_out == {"en-ha": {"read": 12, "kept": 9, "empty": 3}}
     tested = {"tsv": 12, "tmx": 10}.get(kind, 9)  # in TMX, one has an empty segment
     assert len(lines(tmp_path / "raw", "test.en-ha.en")) == tested
+    package.load_dataset = lambda *_, split: [*LACKING["datasets"], {"en": "x", "ha": 5}]
+    with pytest.raises(UsageError, match=r"record 13\b"):
+        [*read_datasets({"datasets": "a/name"}, "train", readers.Languages(["en", "ha"]))]
 
 
 def test_folders_that_tell_pairs_apart(tmp_path, dataset):
@@ -773,7 +776,7 @@ def test_what_is_dropped_already_or_leaves_nothing_is_not_advised(tmp_path):
     raw = write_text(tmp_path / "text", "en-fr", train=100, valid=20, test=12)
     for language in ("en", "fr"):  # half of the pairs are repeated, and two thirds are equal
         text = raw / f"train.en-fr.{language}"
-        (raw / f"test.en-fr.{language}").write_text(text.read_text())
+        (raw / f"test.en-fr.{language}").write_text(text.read_text() + "Жук спит\n" * 9)
         text.write_text(2 * text.read_text() + 100 * "1 2\n")
     for overlap in ("keep", "drop"):  # where it is dropped, little is left
         clean = {"repeated": "drop", "equal": "keep", "overlap": overlap}
@@ -786,6 +789,7 @@ def test_what_is_dropped_already_or_leaves_nothing_is_not_advised(tmp_path):
         if overlap == "keep":
             assert "repeated: drop" not in done.stderr and "overlap: drop" not in done.stderr
         assert "called en-fr:" in done.stderr
+        assert "byte-fallback: true" in done.stderr  # for letters that the training text lacks
 
 
 @pytest.mark.soak
