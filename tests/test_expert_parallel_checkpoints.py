@@ -153,6 +153,12 @@ def test_a_run_without_a_file_of_its_set_does_not_resume(resharded, tmp_path):
         reshard(tmp_path, 2)
 
 
+def test_a_run_of_one_rank_becomes_one_of_two(resharded, tmp_path):
+    reshard(folder := shutil.copytree(resharded["1"], tmp_path / "run"), 2)
+    ranks = [f"checkpoint_last-rank-{rank}.pt" for rank in (0, 1)]
+    assert sorted(contents(folder)) == [*ranks, "of-1-ranks/checkpoint_last.pt"]
+
+
 def test_bad_requests_get_one_sentence(resharded, tmp_path):
     path, out = resharded["4"] / "checkpoint_last.pt", tmp_path / "out.pt"
     assert "--world-size 0" in refusal("reshard", path, "--world-size", 0, "--output", out)
