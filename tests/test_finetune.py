@@ -406,6 +406,7 @@ def test_refused_in_training(tuned, words, named):
         ("  max-update: 2\n", "  encoder-layers: 7\n", ("--encoder-layers 7",)),
         ("  max-update: 2\n", "  encoder-layers: null\n", ()),
         ("\ntrain:\n", "\ntask: {encoder-langtok: tgt}\ntrain:\n", ("task.encoder-langtok", "src")),
+        ("\ntrain:\n", "\ntask: {encoder-langtok: src}\ntrain:\n", ()),
     ],
 )
 def test_the_file_describes_another_model_than_the_data_have(tuned, tmp_path, line, other, named):
