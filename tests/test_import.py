@@ -120,8 +120,9 @@ def test_the_papers_code(sparse, small_corpus, tmp_path, strata, ranks):
 
     That code normalises the output with one stratum, too.
     """
-    options = {"smoe_strata": strata, "smoe_norm": "released"}
-    ours = untrained(sparse, tmp_path / "paper.pt", small_corpus, **options)
+    decoder = "4" if strata == "4" else f"{strata},{strata[::-1]}"  # of two layers
+    options = {"smoe_strata": strata, "decoder_smoe_strata": decoder, "decoder_moe_freq": 1}
+    ours = untrained(sparse, tmp_path / "paper.pt", small_corpus, **options, smoe_norm="released")
     number = len(strata.split("-"))
     state = as_theirs(ours, arch="transformer_ed", hmoe_layer=number)
     assert f"decoder.layers.1.hmoe_layernorms.{number - 1}.weight" in state["model"]
@@ -130,7 +131,8 @@ def test_the_papers_code(sparse, small_corpus, tmp_path, strata, ranks):
     call("import", path, "--output", tmp_path / "ours.pt")
     assert_same(tmp_path / "ours.pt", ours, small_corpus)
     config = load(tmp_path / "ours.pt")["cfg"]["model"]
-    assert config["encoder_smoe_strata"] == strata and "released" in config.values()
+    assert (config["encoder_smoe_strata"], config["decoder_smoe_strata"]) == (strata, decoder)
+    assert "released" in config.values()
 
 
 def test_it_translates_and_half_precision_stays(vanilla, small_corpus, tmp_path):
