@@ -11,7 +11,7 @@ from fairseq import options
 from sampling import soak
 
 REFUSED = """
-    --batch-size 99999999999999999999
+    --batch-size 9223372036854775808
     --seed 4294967296
     --num-workers -1
     --log-interval 0
