@@ -159,6 +159,7 @@ VOCABULARY = 100
 LANGUAGE_MODEL = "--arch smoe_transformer_lm_tiny --smoe-strata 2-2 --max-tokens 64".split()
 TINY = "--arch smoe_transformer_tiny --smoe-strata 2-2 --max-tokens 64".split()
 EXPERTS = 2 * 4 * (2 * 128 * 256 + 256 + 128)  # parameters of two layers
+LARGEST = 4 * 256 * 128  # one of a layer's experts
 
 
 def foretell(*flags: str, processes: int = 1) -> Forecast:
@@ -170,25 +171,33 @@ def parameters(processes: int = 1) -> int:
     return foretell("--expert-parallel", processes=processes).weights // 4
 
 
-BYTES = {  # of a weight, its gradient, and what the optimizer has of it
-    "": (4, 4, 8),
-    "--fp16": (2, 2, 16),
-    "--bf16": (2, 2, 16),
-    "--fp16 --fp16-no-flatten-grads": (2, 2, 16),
-    "--memory-efficient-fp16": (2, 2, 8),
-    "--memory-efficient-bf16": (2, 2, 8),
-    "--optimizer sgd": (4, 4, 0),
-    "--optimizer sgd --momentum 0.9": (4, 4, 4),
+BYTES = {  # of a weight, its gradient, what the optimizer has of it; and of the largest one in a step
+    "": (4, 4, 8, 4),
+    "--fp16": (2, 2, 16, 4),  # of all in one
+    "--bf16": (2, 2, 16, 4),
+    "--fp16 --fp16-no-flatten-grads": (2, 2, 16, 4),
+    "--memory-efficient-fp16": (2, 2, 8, 12),
+    "--memory-efficient-bf16": (2, 2, 8, 12),
+    "--optimizer sgd": (4, 4, 0, 0),
+    "--optimizer sgd --momentum 0.9": (4, 4, 4, 0),
+    "--optimizer nag": (4, 4, 4, 0),
+    "--optimizer adagrad": (4, 4, 4, 4),
+    "--optimizer adamax": (4, 4, 8, 4),
+    "--optimizer adadelta": (4, 4, 8, 8),
+    "--optimizer adafactor": (4, 4, 0, 8),
 }
 
 
 @pytest.mark.parametrize("flags", BYTES)
 def test_what_is_held_in_each_precision(flags):
-    held = foretell(*flags.split())
+    held = foretell(*flags.split(), "--max-tokens", "1")
     total = parameters()
-    expected = tuple(total * number for number in BYTES[flags])
+    *numbers, in_step = BYTES[flags]
+    expected = tuple(total * number for number in numbers)
     assert (held.weights, held.gradients, held.optimizer) == expected
+    largest = total if flags in ("--fp16", "--bf16") else LARGEST
     assert held.memory == sum(expected) < held.peak
+    assert held.peak - held.memory == pytest.approx(in_step * largest, abs=10**5)
 
 
 def test_sharded_experts_are_one_processs_share():
@@ -206,8 +215,7 @@ def test_zero_leaves_a_process_its_part_of_the_moments(flags):
     )
     spread = parameters() - (EXPERTS if flags else 0)
     own = EXPERTS // 2 if flags else 0
-    largest = 4 * 256 * 128  # the weights of a layer's experts
-    assert 8 * (spread / 2 + own) <= zero.optimizer <= 8 * (spread / 2 + own + largest)
+    assert 8 * (spread / 2 + own) <= zero.optimizer <= 8 * (spread / 2 + own + LARGEST)
     assert zero.optimizer < whole.optimizer == 2 * whole.weights
     assert (zero.weights, zero.gradients) == (whole.weights, whole.gradients)
 
