@@ -86,6 +86,10 @@ def test_picture_of_flow(results):
     tops = figures.ribbon_tops(moves, out=2)
     assert tops[0, 1] == [1, 1] and tops[1, 2] == [1, 1]
     assert tops[0, 2] == pytest.approx([6 / 7, 6 / 7 - figures.GAP, 6 / 7])
+    x, y = figures.ribbon(0, 2, tops[0, 2])
+    ends = [figures.WIDTH, 1 - figures.WIDTH, 1 + figures.WIDTH, 2 - figures.WIDTH]  # of bars
+    assert x[[0, 39, 40, 79]] == pytest.approx(ends)
+    assert y[[0, 39, 79]] == pytest.approx(tops[0, 2])
 
 
 def test_block_whose_name_begins_like_another():
