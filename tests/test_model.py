@@ -110,6 +110,10 @@ def test_dense_model_is_fairseqs_transformer(norm):
     batch = make_batch()
     assert_train_alike(ours, stock, *batch)
     stock.eval(), ours.eval()
+    for kept in (False, True):
+        want, got = (each.encoder(*batch[:2], kept)["encoder_states"] for each in (stock, ours))
+        assert len(got) == len(want) == 3 * kept
+        assert all(torch.allclose(*states, atol=1e-5) for states in zip(got, want, strict=True))
     want, want_extra = stock(*batch)
     got, got_extra = ours(*batch)
     assert torch.allclose(got, want, atol=1e-5)
