@@ -8,7 +8,7 @@ from pathlib import Path
 import handmade
 import pytest
 import torch
-from commands import changed, run_python, untrained, without
+from commands import changed, config_of, run_python, untrained, without
 from fairseq.data import Dictionary
 from sampling import some
 from test_expert_parallel_checkpoints import call, refusal
@@ -443,6 +443,17 @@ def test_subwords_are_sentencepieces(tmp_path):
     (tmp_path / "vocab.json").write_text(json.dumps(symbols))
     with pytest.raises(UsageError, match="vocab.json"):
         SMoETokenizer.from_pretrained(tmp_path)
+
+
+def test_a_language_that_all_pairs_have_is_the_tokenizers(multilingual, tmp_path):
+    """What else it has of the task, too."""
+    pairs = ["aa-bb", "aa-cc"]
+    change = lambda state: config_of(state, "task").update(lang_pairs=pairs)  # noqa: E731
+    folder = export(changed(multilingual, tmp_path / "aa.pt", change), tmp_path / "model")
+    found = AutoTokenizer.from_pretrained(folder)
+    assert (found.src_lang, found.tgt_lang, found.lang_pairs) == ("aa", None, pairs)
+    assert (found.encoder_langtok, found.decoder_langtok) == ("tgt", False)
+    assert found.language_tokens == {name: f"__{name}__" for name in handmade.LANGUAGES}
 
 
 @pytest.mark.soak
