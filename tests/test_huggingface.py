@@ -454,6 +454,8 @@ def test_a_language_that_all_pairs_have_is_the_tokenizers(multilingual, tmp_path
     assert (found.src_lang, found.tgt_lang, found.lang_pairs) == ("aa", None, pairs)
     assert (found.encoder_langtok, found.decoder_langtok) == ("tgt", False)
     assert found.language_tokens == {name: f"__{name}__" for name in handmade.LANGUAGES}
+    found.tgt_lang = "bb"
+    assert found.encode("aa1") == found.convert_tokens_to_ids(["__bb__", "aa1", "</s>"])
 
 
 @pytest.mark.soak
