@@ -24,8 +24,6 @@ _INVISIBLE = "\xad\u200b\u2060\ufeff" + "".join(
 )
 # And halves of UTF-16 pairs, which JSON's escapes allow and UTF-8 does not.
 _REMOVED = re.compile(f"[{re.escape(_INVISIBLE)}\ud800-\udfff]")
-_HANGUL = range(0xAC00, 0xD7A4)
-_MAX_MARKS = 4  # of a character whose orders of marks all get a rule
 
 
 def plain(text: str) -> str:
@@ -62,13 +60,9 @@ def nfc_rules() -> str:
 
 
 def _orders(decomposed: str, composed: str) -> set[str]:
-    marks = decomposed[1:]
-    orders = [marks]
-    if ord(composed[0]) not in _HANGUL and len(marks) <= _MAX_MARKS:
-        orders = map("".join, itertools.permutations(marks))
     sequences = set()
-    for order in orders:
-        sequence = decomposed[0] + order
+    for order in itertools.permutations(decomposed[1:]):
+        sequence = decomposed[0] + "".join(order)
         if unicodedata.normalize("NFC", sequence) == composed:
             for end in range(1, len(sequence) + 1):
                 sequences.add(unicodedata.normalize("NFC", sequence[:end]) + sequence[end:])
