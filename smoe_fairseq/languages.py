@@ -57,7 +57,7 @@ def spellings(name: str) -> tuple[str, ...]:
     first = name, code_of(name), language.to_alpha3()
     known = {*first, re.split("[-_]", name)[0], *(["no"] if "nb" in first else [])}
     more = (code for codes in LANGUAGE_ALPHA3.items() if known & {*codes} for code in codes)
-    return tuple(dict.fromkeys((*first, *(code for code in more if len(code) < 4))))
+    return tuple(dict.fromkeys((*first, *more)))
 
 
 def is_unspaced(name: str) -> bool:
