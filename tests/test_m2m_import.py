@@ -260,6 +260,16 @@ ADDED = {"added_tokens_decoder": {str(4 + 497 + i): {"content": t} for i, t in e
 SETTINGS = "tokenizer_config.json"
 # What git clone leaves without git-lfs.
 POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:ab\nsize 99\n"
+
+
+def bpe(merges: list[str], **others) -> dict:
+    """The content of tokenizer.json of a BPE model."""
+    words = ["<s>", "<pad>", "</s>", "<unk>", "a", "b", "ab", "ba"]
+    vocab = {word: i for i, word in enumerate(words)}
+    model = {"type": "BPE", "vocab": vocab, "merges": merges} | others
+    return {"added_tokens": [], "pre_tokenizer": {"type": "Metaspace"}, "model": model}
+
+
 WRONG = [  # a file, the values that it gets or None without it, and what the sentence names
     *(("config.json", {"model_type": t}, "model_type") for t in ("marian", "mbart", "t5")),
     ("config.json", {"quantization_config": {"quant_method": "gptq"}}, "quantization_config"),
@@ -277,6 +287,10 @@ WRONG = [  # a file, the values that it gets or None without it, and what the se
     ("sentencepiece.bpe.model", None, "sentencepiece.bpe.model"),
     ("sentencepiece.bpe.model", other_subwords(), "model"),
     ("tokenizer.json", {"model": {"type": "WordPiece"}}, "tokenizer.json"),
+    *(("tokenizer.json", bpe([*merges]), "model.merges") for merges in (("b a", "a b"), ["a a"])),
+    ("tokenizer.json", bpe([], vocab={"a": 1}), "model.vocab"),
+    ("tokenizer.json", bpe([], byte_fallback=True), "model.byte_fallback"),
+    ("tokenizer.json", bpe([]) | {"pre_tokenizer": {"type": "ByteLevel"}}, "pre_tokenizer"),
     ("model.safetensors", None, "model.safetensors"),
     *((name, POINTER, f"{name} is a pointer") for name in ("model.safetensors", "vocab.json")),
     ("config.json", None, "config.json"),
