@@ -130,7 +130,7 @@ def test_a_run_that_fails_does_not_end_the_others(data, tmp_path):
     assert "checkpoint_last.pt" in (odd / "study.log").read_text()
 
 
-def test_a_second_study_in_a_folder_is_refused_before_it_notes_anything(prepared, tmp_path):
+def test_a_second_study_in_a_folder_is_refused_and_runs_that_fail_are_named(prepared, tmp_path):
     for name in ("configs", "data"):
         os.symlink(prepared / name, tmp_path / name)
     runs = tmp_path / "runs/tiny"
@@ -140,4 +140,7 @@ def test_a_second_study_in_a_folder_is_refused_before_it_notes_anything(prepared
     said = refusal(step_here("study", "tiny", "smoe-2-2", cwd=tmp_path, **given))
     first.communicate()
     assert "runs/tiny" in said and f"process {first.pid}" in said
-    assert not list(runs.iterdir())
+    assert not list(runs.iterdir())  # before it notes anything
+    given |= {"SEEDS": "2", "BASH_FUNC_python%%": "() { false; }"}
+    said = refusal(step_here("study", "tiny", "smoe-2-2", cwd=tmp_path, **given))
+    assert "runs/tiny/smoe-2-2.seed-2/study.log" in said
