@@ -72,7 +72,7 @@ def lines(path: Path) -> Iterator[str]:
 class Languages:
     """The two languages to read, by the data set's names and by those of the publisher (``raw.codes``)."""
 
-    keep_quotes = False
+    keep_quotes: bool  # see `pairs`, which sets it
 
     def __init__(self, languages: Iterable[str], codes: Mapping[str, str] | None = None):
         self.own = tuple(languages)
