@@ -210,14 +210,14 @@ def test_codes_of_languages_may_have_hyphens(two_updates, hyphens):
 
 def test_the_text_of_fairseqs_search_is_that_of_ours(multilingual, three_languages):
     """Without the token of the language, and empty for a blank sentence."""
-    given = {"source_lang": "aa", "target_lang": "bb", "langtoks": {"main": ("tgt", "tgt")}}
+    given = {"source_lang": "bb", "target_lang": "aa", "langtoks": {"main": ("tgt", "tgt")}}
     model = SMoETransformerModel.from_pretrained(
         multilingual, data_name_or_path=three_languages, **given
     )
-    texts, search = ["aa1 aa2", " ", "aa3"], {"beam": 4, "max_len_b": 5, "min_len": 3}
+    texts, search = ["bb1 bb2", " ", "bb3"], {"beam": 4, "max_len_b": 5, "min_len": 3}
     expected = model.translate(texts, **search)
     assert model.translate(texts, verbose=True, **search) == expected
-    assert expected[0] and not expected[1] and "__bb__" not in expected[0]
+    assert expected[0] and not expected[1] and "__aa__" not in expected[0]
     assert model.translate([" "], diverse_beam_groups=2, **search) == [""]
 
 
