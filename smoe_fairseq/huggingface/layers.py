@@ -224,7 +224,7 @@ class Side(nn.Module):
         number = value.num_embeddings
         for gate in self.modules():
             if getattr(gate, "extra_input", None) == "id":
-                more = torch.arange(max(0, number - len(gate.table))) % gate.num_experts
+                more = torch.arange(number) % gate.num_experts
                 gate.table = torch.cat([gate.table, more.to(gate.table)])[:number]
 
     def padding_of(self, ids_BT: Tensor | None, mask_BT: Tensor | None, x: Tensor) -> Tensor:
