@@ -249,9 +249,10 @@ def test_a_methods_file_has_no_flags_of_the_recipe(configs, tmp_path):
     methods = tmp_path / "configs/methods"
     methods.unlink()  # a link to ours
     methods.mkdir()
-    configs({"train": {"user-dir": "x"}}, "methods/own.yaml")
-    with pytest.raises(UsageError, match="own.yaml.*train.user-dir"):
-        method_flags("own", load_dataset("odd"))
+    for name, value in {"user-dir": "x", "seed": 3, "max-sentences": 8}.items():
+        configs({"train": {name: value}}, "methods/own.yaml")
+        with pytest.raises(UsageError, match=f"own.yaml.*train.{name}"):
+            method_flags("own", load_dataset("odd"))
 
 
 def test_the_papers_numbers_stand_in_the_columns_that_a_smaller_data_set_has(configs, tmp_path):

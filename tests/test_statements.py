@@ -33,7 +33,7 @@ def result(method: str, seed: int, loss: float, points: float = 10.0, machine="m
     score = Score(points, "s", 1, 1.0, {"chrF++": (points, "s")})
     curve = [{"validation_nll": loss, "training_nll": None, "update": 1}]
     about = {"machine": machine, "versions": {"torch": torch}}
-    return Result(f"{method}.seed-{seed}", {"en-de": score}, curve, about)
+    return Result(f"{method}.seed-{seed}", seed, {"en-de": score}, curve, about)
 
 
 def systems(**losses: list[float]) -> dict[str, list[Result]]:

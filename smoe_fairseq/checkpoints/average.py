@@ -12,6 +12,7 @@ from tqdm import tqdm
 
 from smoe_fairseq.checkpoints import reading, sets, trained_with
 from smoe_fairseq.checkpoints.content import MADE_OF, fingerprint
+from smoe_fairseq.checkpoints.model import TRAINING
 from smoe_fairseq.compat.checkpoint_names import PENDING, files_read, rank_of, saved, set_name
 from smoe_fairseq.errors import UsageError
 from smoe_fairseq.flags import values_of
@@ -21,13 +22,6 @@ from smoe_fairseq.translate.directions import other_flags
 
 # Suffix of step counts of --moe-balance bias and of gates that learn by counts.
 COUNTS = ".steps"
-# Settings that change training, limits or the execution alone, and not what the same tensors compute.
-TRAINING = """dropout attention_dropout activation_dropout encoder_layerdrop decoder_layerdrop freeze
-    moe_threshold_step moe_balance_over smoe_capacity_budget moe_capacity_factor cmr_gate_drop
-    moe_second_expert_policy moe_dropout_per moe_gate_init_scale moe_output_init_scale moe_eom moe_fom
-    moe_gating_dropout moe_hash_table moe_hash_seed moe_execution expert_parallel checkpoint_activations
-    offload_activations min_params_to_wrap share_all_embeddings share_decoder_input_output_embed
-    max_source_positions max_target_positions""".split()
 KINDS = ("epoch", "update")
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from smoe_fairseq.checkpoints.reading import check_plugins
 from smoe_fairseq.errors import UsageError, naming_file
-from smoe_fairseq.flags import differing_flags, values_of, with_value
+from smoe_fairseq.flags import differing_flags, flag_of, values_of, with_value
 from smoe_fairseq.models.checks import as_loaded
 from smoe_fairseq.models.options import SMoETransformerConfig
 from smoe_fairseq.models.transformer import SMoETransformerModel
@@ -31,6 +31,13 @@ OF_A_RUN = (
 # limits.
 _FREE = """drop max_source max_target expert_parallel execution capacity_factor policy init_scale eom fom
     bias_step""".split()
+# Settings that change training, limits or the execution alone, and not what the same tensors compute.
+TRAINING = """dropout attention_dropout activation_dropout encoder_layerdrop decoder_layerdrop freeze
+    moe_threshold_step moe_balance_over smoe_capacity_budget moe_capacity_factor cmr_gate_drop
+    moe_second_expert_policy moe_dropout_per moe_gate_init_scale moe_output_init_scale moe_eom moe_fom
+    moe_gating_dropout moe_hash_table moe_hash_seed moe_execution expert_parallel checkpoint_activations
+    offload_activations min_params_to_wrap share_all_embeddings share_decoder_input_output_embed
+    max_source_positions max_target_positions""".split()
 # fairseq's options that change the forward pass in ways that our model does not support.
 _UNSUPPORTED = (
     *("adaptive_input", "adaptive_softmax_cutoff", "cross_self_attention", "no_cross_attention"),
@@ -170,7 +177,9 @@ def other_model(content: Mapping, config) -> dict[str, str]:
     names = [
         n for n in SMoETransformerConfig.names() if n in before.keys() & now and not is_free(n)
     ]
-    return differing_flags({name: before[name] for name in names}, now)
+    flags = differing_flags({name: before[name] for name in names}, now)
+    zero = [name for name in flags if before[name] == 0 and before[name] is not False]
+    return flags | {name: f"{flag_of(name)} 0" for name in zero}  # not the default
 
 
 def _flat(values: Mapping) -> dict:

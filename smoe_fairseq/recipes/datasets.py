@@ -20,11 +20,12 @@ from smoe_fairseq.recipes.config_files import (
     read,
 )
 from smoe_fairseq.recipes.program_flags import (
-    OTHER_NAMES,
+    OF_METHODS,
     RECIPE_FLAGS,
     TRAIN_FLAGS,
     Flags,
     flag_values,
+    refuse_keys,
 )
 from smoe_fairseq.recipes.settings import Settings
 
@@ -261,14 +262,9 @@ def _check(merged: Mapping[str, Any], path: Path, configs: Path) -> None:
     if len(merged["parts"]) > len({*merged["parts"]}):
         raise UsageError(f"{path}: `parts` has one data set twice")
     by_recipe = {"generate": RECIPE_FLAGS, "train": TRAIN_FLAGS}
-    by_recipe |= {f"methods.{method}": TRAIN_FLAGS | {"seed"} for method in merged["methods"]}
+    by_recipe |= {f"methods.{method}": OF_METHODS for method in merged["methods"]}
     for section, names in by_recipe.items():
-        keys = _section(merged, section).keys()
-        for key in names & keys:
-            raise UsageError(f"{path}: `{section}.{key}` is set by the recipe")
-        for key in (other for other in keys if f"--{other}" in OTHER_NAMES):
-            expected = OTHER_NAMES[f"--{key}"].lstrip("-")
-            raise UsageError(f"{path}: `{section}.{key}`: expected its other name, `{expected}`")
+        refuse_keys(f"{path}: `{section}", _section(merged, section), names)
     if merged.get("add-subwords") and not merged["new-languages"]:
         raise UsageError(f"{path}: `add-subwords`: expected it with `new-languages`")
 

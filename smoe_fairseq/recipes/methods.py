@@ -9,7 +9,7 @@ from omegaconf import OmegaConf
 from smoe_fairseq.errors import UsageError, quietly
 from smoe_fairseq.recipes.config_files import import_plugins_of, method_file, read
 from smoe_fairseq.recipes.datasets import Dataset
-from smoe_fairseq.recipes.program_flags import TRAIN_FLAGS, Flags, value_of
+from smoe_fairseq.recipes.program_flags import OF_METHODS, Flags, refuse_keys, value_of
 
 PRETRAINED = "pretrained"  # a data set's pretrained model, which is scored and not trained
 MOE_FREQ = 2  # every second layer is an MoE layer, unless the data set sets moe-freq
@@ -46,8 +46,7 @@ def method_flags(name: str, dataset: Dataset) -> Flags:
     content = read(path, {"train", "plugins"})
     import_plugins_of(content, configs)
     flags = content.get("train", {})
-    for key in TRAIN_FLAGS & flags.keys():
-        raise UsageError(f"{path}: `train.{key}` is set by the recipe")
+    refuse_keys(f"{path}: `train", flags, OF_METHODS)
     own = dataset.methods.get(name, {})
     return {key: fill(value) for key, value in (flags | own).items()}
 

@@ -1,10 +1,11 @@
 """Flags of fairseq's programs: as settings, as words of a command line, and as fairseq's config."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from omegaconf import DictConfig
 
+from smoe_fairseq.errors import UsageError
 from smoe_fairseq.flags import refusing_flags
 
 Flags = dict[str, Any]
@@ -56,11 +57,21 @@ RECIPE_FLAGS = {
     *("source-lang", "target-lang", "langs", "lang-pairs"),
 }
 TRAIN_FLAGS = {"save-dir", "log-file", "user-dir"}  # and those of fairseq-train
+OF_METHODS = TRAIN_FLAGS | {"seed"}  # which a method may not set
 OTHER_NAMES = {
     **{"-a": "--arch", "-s": "--source-lang", "-t": "--target-lang"},
     **{"--max-sentences": "--batch-size", "--learning-rate": "--lr"},
     "--relu-dropout": "--activation-dropout",
 }
+
+
+def refuse_keys(section: str, flags: Flags, by_recipe: Collection[str]) -> None:
+    """Raise UsageError for a flag of a file's section that the recipe sets, or by its second name."""
+    for key in flags:
+        if key in by_recipe:
+            raise UsageError(f"{section}.{key}` is set by the recipe")
+        if other := OTHER_NAMES.get(f"--{key}"):
+            raise UsageError(f"{section}.{key}`: expected its other name, `{other.lstrip('-')}`")
 
 
 def flag_values(words: Sequence[str]) -> dict[str, str]:

@@ -26,6 +26,7 @@ from smoe_fairseq.training import launch
 from smoe_fairseq.translate.directions import READING, other_flags
 
 logger = logging.getLogger(__name__)
+RESETS = "--reset-optimizer --reset-lr-scheduler --reset-dataloader --reset-meters"
 
 
 @replaces("fairseq.checkpoint_utils:save_checkpoint")
@@ -198,7 +199,7 @@ def check_content(trainer, path: Path, reset_optimizer: bool) -> None:
             if reset_optimizer:
                 logger.warning(f"{had}; this one has not")
             else:
-                message = message or f"{had}; expected the same, or --finetune-from-model {path}"
+                message = message or f"{had}; expected the same, or {RESETS}"
         if names := shared_but_differing(trainer.get_model(), weights):
             flags = trained_with.flags_of_other_state(content, trainer.cfg)
             flags = " ".join(flag for flag in flags if "--share-" in flag)

@@ -38,6 +38,7 @@ from smoe_fairseq.training import (
     translations,
 )
 from smoe_fairseq.training.gradients import ExpertNorm
+from smoe_fairseq.training.sharded_checkpoints import RESETS
 from smoe_fairseq.training.subword_sampling import sample_subwords
 
 
@@ -60,7 +61,6 @@ def update_gates(model: nn.Module, logging_outputs: Iterable[Mapping]) -> None:
 
 
 logger = logging.getLogger(__name__)
-RESETS = "--reset-optimizer --reset-lr-scheduler --reset-dataloader --reset-meters"
 MAX_SKIPPED = 3  # consecutive updates for which all ranks ran out of memory
 
 

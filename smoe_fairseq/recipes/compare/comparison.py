@@ -128,9 +128,8 @@ def _settings_notes(dataset: Dataset, runs: Sequence[str]) -> list[str]:
     own, folder = set(), Folders(dataset).runs
     records, found = {run: identity.record(folder / run) for run in runs}, []
     for method in dict.fromkeys(map(run_method, runs)):
-        found += identity.differing(
-            {r: each for r, each in records.items() if run_method(r) == method}
-        )
+        alike = {run: each for run, each in records.items() if run_method(run) == method}
+        found += identity.differing(alike) if len(alike) > 1 else []
         with suppress(UsageError):  # another folder, such as a copy
             own |= {f"--{flag}" for flag in method_flags(method, dataset)}
     found = [*dict.fromkeys([*found, *identity.differing(records, left_out=own)])]

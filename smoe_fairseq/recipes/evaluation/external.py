@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 import shlex
 import shutil
 import statistics
@@ -106,12 +107,17 @@ def externals_of(dataset: Dataset) -> list[External]:
 
 
 def _contents(words: str) -> str:
-    """For a signature: the fingerprints of the files that a command names; empty if it names none."""
-    try:
-        files = [Path(word) for word in shlex.split(words) if Path(word).is_file()]
-    except ValueError:  # no command, as the shell will say
-        files = []
-    return "".join(f"|{file.name}:{fingerprint(file)[:12]}" for file in files)
+    """For a signature: the fingerprints of the files that a command names, such as its program.
+
+    Left out are an interpreter by its whole path, and what follows a ``|`` or ``>``, which it may write.
+    """
+    with suppress(ValueError):  # no command, as the shell will say
+        words = shlex.split(re.split("[|>]", words)[0])
+        files = [
+            word for i, word in enumerate(words) if os.path.isfile(word) and (i or word[0] != "/")
+        ]
+        return "".join(f"|{Path(file).name}:{fingerprint(Path(file))[:12]}" for file in files)
+    return ""
 
 
 def comet(program: list[str], model: str) -> External:

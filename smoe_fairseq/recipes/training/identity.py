@@ -187,6 +187,9 @@ def differing(records: Mapping[str, dict], left_out: Collection[str] = ()) -> li
     flags = {run: each["flags"] | each.get(_TRAINED, {}) for run, each in saved.items()}
     names = dict.fromkeys(name for own in flags.values() for name in own)
     left_out = {*left_out, "--seed", *(_LIMITS if unended else ())}
+    left_out |= (
+        {"--finetune-from-model"} if any(STARTED in own for own in flags.values()) else set()
+    )
     for name in (name for name in names if name not in left_out):
         (first, one), *others = ((run, own.get(name)) for run, own in flags.items())
         if other := next((o for o in others if not _equal(name, one or "", o[1] or "")), None):

@@ -267,7 +267,8 @@ def validation_flags(dataset: Dataset, epochs: int = 0) -> Flags:
     settings = dataset.validation
     if settings.get("metric") == "loss":
         settings = {k: v for k, v in settings.items() if k not in ("sentences", "beam")}
-        if extra := [key for key in dataset.own("validate") if key in ("sentences", "beam")]:
+        own = dataset.own("validate")
+        if extra := [key for key in ("sentences", "beam") if own.get(key) is not None]:
             fault = "has no effect with `metric: loss`, which translates nothing"
             raise UsageError(f"{dataset.file}: `validate.{extra[0]}` {fault}")
     flags = {flag: settings[key] for flag, key in _OF_VALIDATE.items() if key in settings}
