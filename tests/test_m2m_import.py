@@ -280,7 +280,7 @@ WRONG = [  # a file, the values that it gets or None without it, and what the se
     (SETTINGS, {"legacy_behaviour": True}, "legacy_behaviour"),
     (SETTINGS, {"additional_special_tokens": [], "added_tokens_decoder": {}}, SETTINGS),
     (SETTINGS, ADDED, "'a'"),
-    (SETTINGS, {"tokenizer_class": "SMALL100Tokenizer"}, "tokenizer_class"),
+    (SETTINGS, {"tokenizer_class": "MBart50Tokenizer"}, "tokenizer_class"),
     ("config.json", {"decoder_start_token_id": 0}, "decoder_start_token_id"),
     ("config.json", {"activation_function": "quick_gelu"}, "activation_function"),
     (SETTINGS, None, SETTINGS),
@@ -303,6 +303,26 @@ def test_what_cannot_be_imported_is_one_sentence(nllb, tmp_path, name, change, n
     sentence = refusal("import", folder, "--output", tmp_path / "new/ours.pt")
     assert named in sentence and str(folder) in sentence
     assert not (tmp_path / "new").exists()
+
+
+def test_a_language_that_was_added_to_the_tokenizer_is_named(m2m, tmp_path):
+    folder = damaged(m2m, tmp_path / "model", "added_tokens.json", {"__mic__": 700})
+    assert "'__mic__'" in refusal("import", folder, "--output", tmp_path / "ours.pt")
+
+
+@pytest.mark.parametrize("told", ["file", "class"])
+def test_small100(m2m, tmp_path, told):
+    """The token of the target before the source, and none before the translation."""
+    if told == "file":
+        folder = shutil.copytree(m2m, tmp_path / "model")
+        (folder / "tokenization_small100.py").touch()
+    else:
+        folder = damaged(
+            m2m, tmp_path / "model", SETTINGS, {"tokenizer_class": "SMALL100Tokenizer"}
+        )
+    call("import", folder, "--output", tmp_path / "ours.pt")
+    task = config_of(load(tmp_path / "ours.pt"), "task")
+    assert (task["encoder_langtok"], task["decoder_langtok"]) == ("tgt", False)
 
 
 @pytest.mark.parametrize("name", ["lm_head", "model.decoder.embed_tokens"])

@@ -16,10 +16,11 @@ from smoe_fairseq.forms import Number, read_json
 from smoe_fairseq.subwords import SPECIAL, check_pieces, read_subwords
 
 _SUBWORDS, _VOCABULARY, _SETTINGS = "sentencepiece.bpe.model", "vocab.json", "tokenizer_config.json"
+_SMALL, _SMALL_FILE = "SMALL100Tokenizer", "tokenization_small100.py"
 _MARKS = {*SPECIAL, "<mask>"}
 _ID = Number(0, 10_000_000, whole=True)
 _FORM = {
-    "tokenizer_class?": (None, {"M2M100Tokenizer", "NllbTokenizer", "NllbTokenizerFast"}),
+    "tokenizer_class?": (None, {"M2M100Tokenizer", "NllbTokenizer", "NllbTokenizerFast", _SMALL}),
     "legacy_behaviour?": (None, bool),
     "language_codes?": str,
     "additional_special_tokens?": (None, [str]),
@@ -51,8 +52,8 @@ def text(folder: Path, weights: Mapping[str, Tensor]) -> Files:
     - ``langs.txt``, for ``--lang-dict``, has a language per line (``eng_Latn``), in the order of tokens.
     - ``spm.model`` is the sentencepiece model.
 
-    The task is ``translation_multi_simple_epoch`` with ``--encoder-langtok src --decoder-langtok``, and all
-    pairs of the languages.
+    The task is ``translation_multi_simple_epoch`` with ``--encoder-langtok src --decoder-langtok`` (of
+    SMaLL-100 with ``--encoder-langtok tgt``), and all pairs of the languages.
 
     Raises:
         UsageError: a file is missing or damaged, or does not fit the others.
@@ -65,7 +66,13 @@ def text(folder: Path, weights: Mapping[str, Tensor]) -> Files:
             f"many, or up to {_MOST_UNUSED} more rows"
         )
     symbols += [f"madeupword{n:04d}" for n in range(rows - len(symbols))]
-    return data_files(symbols, languages, subwords)
+    return data_files(symbols, languages, subwords, *_langtoks(folder))
+
+
+def _langtoks(folder: Path) -> tuple[str, bool]:
+    """Those of `data_files`: SMaLL-100 has the target's token alone, before the source."""
+    named = read_json(folder / _SETTINGS, _FORM).get("tokenizer_class") == _SMALL
+    return ("tgt", False) if named or (folder / _SMALL_FILE).exists() else ("src", True)
 
 
 def data_files(
@@ -138,10 +145,11 @@ def _m2m(folder: Path, settings: Mapping) -> tuple[list[str], dict[int, str], by
     if kind not in CODES:
         known = " or ".join(CODES)
         raise UsageError(f"{folder / _SETTINGS}: language_codes is {kind}; expected {known}")
-    if new := [t for t in _added(folder, settings).values() if t not in ids and t[:2] != "__"]:
+    languages = [f"__{code}__" for code in CODES[kind].split()]
+    if new := [t for t in _added(folder, settings).values() if t not in {*ids, *languages}]:
         raise UsageError(f"{folder}: {new[0]!r} was added to the tokenizer; expected none")
     check_pieces(folder / _SUBWORDS, words[4:])
-    tokens = dict(enumerate((f"__{code}__" for code in CODES[kind].split()), len(words)))
+    tokens = dict(enumerate(languages, len(words)))
     return words, tokens, read_plain(folder / _SUBWORDS)
 
 
