@@ -106,6 +106,18 @@ def test_more_subwords_split_other_languages_as_before(tmp_path):
     assert vocabulary.weights[table][: len(kept)].tolist() == kept
 
 
+def test_a_letter_that_the_dictionary_has_is_not_added(tmp_path):
+    """Dictionaries of fairseq-preprocess may have letters that are no pieces of the model."""
+    file = pretrained.write_subwords(tmp_path)
+    pieces = read_subwords(file)
+    pieces = [pieces.id_to_piece(i) for i in range(3, pieces.get_piece_size())]
+    symbols = ["<s>", "<pad>", "</s>", "<unk>", *pieces, "ŋ"]
+    weights = {"encoder.embed_tokens.weight": torch.randn(len(symbols), 4)}
+    vocabulary = Vocabulary(weights, symbols, file.read_bytes())
+    assert vocabulary.add_pieces(["aŋa ŋe"] * 9, [], 20)
+    assert len({*vocabulary.symbols}) == len(vocabulary.symbols) > len(symbols)
+
+
 @pytest.mark.parametrize("trim", [False, True])
 def test_old_languages_translate_as_before(tuned, nllb, tmp_path, trim):
     """A new language and its subwords, or a trimmed vocabulary, change no answer to known text."""
@@ -218,6 +230,7 @@ assert "smoe_fairseq" not in sys.modules
         ({"pairs": ["en-zh", f"en-{NEW}"]}, ("{zh: zho_Hans}",)),
         ({"new-languages": {NEW: {}, "swh_Latn": {}}}, ("new-languages.swh_Latn",)),
         ({"new-languages": {NEW: {"like": "xx"}}}, (f"new-languages.{NEW}.like", "xx")),
+        ({"new-languages": {NEW: {}, "xyz_Latn": {}}}, ("new-languages.xyz_Latn",)),
         ({"new-languages": {}}, ("add-subwords", "new-languages")),
         ({"languages": {"de": "deu_Latn"}}, ("`languages`", "de")),
         ({"languages": {"en": "swh_Latn"}}, ("`languages`", "swh_Latn")),

@@ -101,15 +101,17 @@ class Vocabulary:
         others = Counter(word for line in others for word in cutter.normalized(line).split())
         before = {word: cutter.cut(f"{BEGINS_WORD}{word}") for word in others}
         text = Counter(word for line in texts for word in cutter.normalized(line).split())
-        letters = sorted({c for word in text for c in word} - known.keys() - {BEGINS_WORD})
+        # The dictionary may have words that are no pieces.
+        taken = {BEGINS_WORD, *known, *self.symbols}
+        letters = sorted({c for word in text for c in word} - taken)
         if "<0x00>" in known:  # bytes spell the letters of others
             spelled = {c for word in others for c in word}
             letters = [c for c in letters if c not in spelled]
-        taken = {a + b for parts in before.values() for a, b in zip(parts, parts[1:])}
+        taken |= {a + b for parts in before.values() for a, b in zip(parts, parts[1:])}
         ready = with_pieces(self.subwords, dict.fromkeys(letters, lowest))
         cut = Cutter(ready).cut
         words = [(cut(f"{BEGINS_WORD}{word}"), count) for word, count in sorted(text.items())]
-        merged = list(_merged(words, known.keys() | taken, number))
+        merged = list(_merged(words, taken, number))
         while True:
             if is_bpe(self.subwords):
                 scores = {piece: lowest - 1 - i for i, piece in enumerate(merged)}

@@ -86,6 +86,8 @@ def check_languages(dataset: Dataset, known: Sequence[str]) -> None:
             )
     for language, settings in dataset.new_languages.items():
         key = f"{file}: `new-languages.{language}"
+        if language not in dataset.languages:
+            raise UsageError(f"{key}`: no pair has this language; leave it out")
         if language in known:
             raise UsageError(
                 f"{key}`: the pretrained model has this language already; leave it out"
