@@ -4,9 +4,11 @@ import hashlib
 import io
 import json
 import re
+import unicodedata
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import redirect_stderr
+from functools import partial
 from pathlib import Path
 
 from smoe_fairseq.errors import UsageError
@@ -49,6 +51,15 @@ def read_subwords(path: Path | str):
         return SentencePieceProcessor(model_proto=content)
     except Exception:  # from C++, of various types
         raise UsageError(f"{path} is not a model of sentencepiece") from None
+
+
+def composer(model) -> Callable[[str], str]:
+    """What text goes through before a sentencepiece model: NFC, if the model's rules are those of ``nfc``.
+
+    The rules neither reorder marks nor compose what has no single character, as training text was.
+    """
+    is_nfc = model.normalize("e\u0301\ufb01").strip(f"{BEGINS_WORD} ") == "\xe9\ufb01"  # not NFKC
+    return partial(unicodedata.normalize, "NFC") if is_nfc else str
 
 
 class SubwordNMT:

@@ -655,6 +655,24 @@ def test_a_model_normalises_as_the_texts_are_cleaned(tmp_path):
     assert plain(ODD[5]) == ODD[5] and plain(ODD[6]) == ODD[6]  # joiners stay
 
 
+def test_typed_text_is_divided_as_the_training_text(tmp_path):
+    """Also where no single character has all marks, whose order is then another as typed."""
+    from smoe_fairseq.huggingface.tokenizer import SMoETokenizer
+    from smoe_fairseq.translate.load import segmenter
+
+    typed = "f\xe9\u0323r\xe0n \u0628\u0651\u064e"
+    model = model_of(tmp_path, [plain(typed)] * 9, vocab_size=300, byte_fallback=True)
+    assert model.encode(typed) != model.encode(plain(typed))
+    encode = segmenter(tmp_path / "spm.model").encode
+    assert encode(typed) == encode(plain(typed))
+    pieces = [model.id_to_piece(i) for i in range(3, model.get_piece_size())]
+    vocabulary = json.dumps(["<s>", "<pad>", "</s>", "<unk>", *pieces])
+    (tmp_path / "vocab.json").write_text(vocabulary)
+    files = (str(tmp_path / name) for name in ("vocab.json", "spm.model"))
+    tokenizer = SMoETokenizer(next(files), sp_model_file=next(files))
+    assert tokenizer(typed)["input_ids"] == tokenizer(plain(typed))["input_ids"]
+
+
 def test_chinese_and_decomposed_text_can_be_reached(tmp_path, chinese):
     japanese = [f"{line}の「カガ」です" for line in chinese[:100]]
     text = [*map(plain, NFD * 20), *chinese[:300], *japanese]

@@ -14,6 +14,7 @@ from smoe_fairseq.subwords import (
     BEGINS_WORD,
     check_order,
     check_pieces,
+    composer,
     read_subwords,
     read_vocabulary,
 )
@@ -80,6 +81,7 @@ class SMoETokenizer(PreTrainedTokenizer):
             languages = {*self.language_tokens.values()}
             check_pieces(sp_model_file, [t for t in self.source[4:] if t not in languages])
             self._spm = read_subwords(sp_model_file)
+            self._composed = composer(self._spm)
         elif any(token.startswith(BEGINS_WORD) for token in self.source):
             raise UsageError(f"{vocab_file} has pieces of words: expected spm.model in its folder")
         self.encoder_langtok, self.decoder_langtok = encoder_langtok, decoder_langtok
@@ -165,8 +167,9 @@ class SMoETokenizer(PreTrainedTokenizer):
 
     def _tokenize(self, text: str, **_) -> list[str]:
         text = _HALF.sub("", text)  # which no dictionary has, and sentencepiece refuses
-        pieces = [text] if self._spm is None else self._spm.encode(text, out_type=str)
-        return " ".join(pieces).split()
+        if self._spm is not None:
+            text = " ".join(self._spm.encode(self._composed(text), out_type=str))
+        return text.split()
 
     def _convert_token_to_id(self, token: str) -> int:
         ids = self._target_ids if self._is_target else self._source_ids

@@ -25,7 +25,7 @@ from smoe_fairseq.forms import choice
 from smoe_fairseq.modules.config import MoEConfig, without_effect
 from smoe_fairseq.modules.strata import OptionError
 from smoe_fairseq.modules.torch_features import without_default_device
-from smoe_fairseq.subwords import CODES, SubwordNMT, checked_subwords
+from smoe_fairseq.subwords import CODES, SubwordNMT, checked_subwords, composer
 from smoe_fairseq.translate.directions import (
     MULTILINGUAL,
     READING,
@@ -145,7 +145,10 @@ def segmenter(subwords: Path) -> SentencepieceBPE | SubwordNMT:
     """``encode`` and ``decode`` of text by the file of `checked_subwords`."""
     if subwords.name in CODES:
         return SubwordNMT(subwords)
-    return SentencepieceBPE(SentencepieceConfig(sentencepiece_model=str(subwords)))
+    found = SentencepieceBPE(SentencepieceConfig(sentencepiece_model=str(subwords)))
+    divide, compose = found.encode, composer(found.sp)
+    found.encode = lambda text: divide(compose(text))
+    return found
 
 
 class TrainedModel(GeneratorHubInterface):

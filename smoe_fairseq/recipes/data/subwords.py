@@ -28,7 +28,7 @@ from smoe_fairseq.recipes.data.text_files import Chunk, count_lines, map_chunks
 from smoe_fairseq.recipes.folders import final, print_written, shard_names
 from smoe_fairseq.recipes.processes import warn
 from smoe_fairseq.recipes.program_flags import arguments
-from smoe_fairseq.subwords import read_subwords
+from smoe_fairseq.subwords import composer, read_subwords
 
 _LONGEST = 4192  # bytes of a line; sentencepiece leaves out longer ones
 _SPECIAL_PIECES = 3  # <unk>, <s> and </s>, which fairseq adds to every dictionary
@@ -270,7 +270,8 @@ class _Encoder:
 
     def __call__(self, chunk: Chunk) -> tuple[list[bytes], int, int]:
         longest = 0 if _is_training(chunk.file) else self.longest
-        encoded = self.model.encode(chunk.lines(), out_type=str, num_threads=1)
+        texts = [*map(composer(self.model), chunk.lines())]
+        encoded = self.model.encode(texts, out_type=str, num_threads=1)
         cut = sum(1 for pieces in encoded if len(pieces) > longest) if longest else 0
         lines = [" ".join(pieces[: longest or None]) + "\n" for pieces in encoded]
         step = self.shards_of(chunk.file)
