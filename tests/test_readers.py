@@ -544,6 +544,25 @@ def test_folders_that_tell_pairs_apart(tmp_path, dataset):
     assert find(own, tmp_path, "train", "en-sw") is None
 
 
+def test_files_of_one_order_of_the_pair(tmp_path, dataset):
+    for order, language in (("en-ha", "en"), ("ha-en", "ha"), ("ha-en", "en")):
+        (tmp_path / "train" / order).mkdir(parents=True, exist_ok=True)
+        (tmp_path / f"train/{order}/{language}.txt").write_text("a\n")
+    own = dataset(raw={"files": "{split}/{pair}/{language}.txt"})
+    files = find(own, tmp_path, "train", "en-ha").files
+    assert {file.parent.name for file in files.values()} == {"ha-en"}
+    (tmp_path / "train/ha-en/en.txt").unlink()
+    assert find(own, tmp_path, "train", "en-ha") is None
+
+
+def test_text_that_may_be_nowhere_else_is_not_to_be_deleted(tmp_path, dataset):
+    for split in ("train", "valid", "test"):
+        write_text(tmp_path / "data/own/raw", "en-ha", **{split: 3})
+    dataset(clean={"empty": "drop"})
+    said = refused(step_here("prepare", "own", cwd=tmp_path, DATA_DIR="data"), "--raw", "`clean`")
+    assert "delete" not in said
+
+
 def test_downloads_that_are_refused(dataset):
     sums = {
         f"{split}.{language}": "0"

@@ -21,7 +21,7 @@ from smoe_fairseq.recipes.data.normalization import unquoted
 from smoe_fairseq.recipes.data.text_files import parallel_map
 from smoe_fairseq.recipes.datasets import Dataset
 from smoe_fairseq.recipes.evaluation.metrics import tokenizer_of
-from smoe_fairseq.recipes.folders import GATHERED, LEFT_OUT, Folders, shard_folders
+from smoe_fairseq.recipes.folders import LEFT_OUT, Folders, shard_folders
 from smoe_fairseq.recipes.pretrained import source_of
 from smoe_fairseq.recipes.processes import warn
 from smoe_fairseq.recipes.program_flags import FAIRSEQ_POSITIONS, value_of
@@ -79,8 +79,8 @@ def print_checks(dataset: Dataset, binary: Path, workers: int = 1) -> None:
         lines[_SHOWN:] = [f"and {more} more; the table has all pairs"]
     message = "\n    ".join(["the text has faults:", *lines])
     if settings:  # as lines that can be pasted
-        given = dataset.settings.raw or not (folders.raw / GATHERED).exists()
-        text = f" and {folders.raw}" if "clean" in settings and not given else ""
+        in_the_way = "clean" in settings and not dataset.settings.raw
+        text = f", {raw.put_away(folders.raw)}" if in_the_way else ""
         advice = f"delete {folders.binary}{text} and prepare again"
         message += f"\nTo mend them, set in {dataset.file}, {advice}:\n"
         message += yaml.safe_dump(settings, default_flow_style=None, sort_keys=False, width=1000)
