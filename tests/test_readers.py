@@ -9,6 +9,7 @@ import random
 import sys
 import unicodedata
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -190,6 +191,30 @@ def test_text_under_other_names_than_the_data_sets_is_told(tmp_path, dataset, ca
         (tmp_path / name).write_bytes(gzip.compress(name.encode()))
     gather(own, tmp_path, tmp_path / "raw")
     assert "raw.files" not in capsys.readouterr().err
+    del own.raw["files"]
+    own.raw["splits"] = {"test": "dev"}
+    gather(own, tmp_path, tmp_path / "raw")
+    assert "raw.splits" in (told := capsys.readouterr().err) and "test.en.gz" in told
+    for name in ("eng", "hau"):  # before files whose languages are spelled as in the data set
+        (tmp_path / f"dev.{name}").write_text("b\n")
+    gather(own, tmp_path, tmp_path / "raw")
+    assert lines(tmp_path / "raw", "test.en-ha.en") == ["b"]
+    assert "raw.splits" not in capsys.readouterr().err
+
+
+def test_variants_of_a_language_in_their_own_columns(tmp_path, dataset):
+    chinese = ["eng_Latn-zho_Hans", "eng_Latn-zho_Hant"]
+    columns = {"": "en\tzh\tzh_Hant\na\tb\tc\n"}
+    files = {f".{pair}": f"en\tzh\na\t{side}\n" for pair, side in zip(chinese, "bc")}
+    own = dataset(chinese)
+    for kind in (columns, files):
+        text = tmp_path / f"text{len(kind)}"
+        text.mkdir()
+        for split, (name, content) in product(("train", "valid", "test"), kind.items()):
+            (text / f"{split}{name}.tsv").write_text(content)
+        gather(own, text, tmp_path / "raw")
+        for pair, side in zip(chinese, "bc"):
+            assert lines(tmp_path / "raw", f"test.{pair}.{pair[-8:]}") == [side]
 
 
 def test_variants_of_a_language_are_told(tmp_path, dataset, capsys):
@@ -382,6 +407,8 @@ def test_a_hash_of_the_source_keeps_duplicates_in_one_split(tmp_path, dataset):
 
 
 SPLIT = {f"{split}.en-ha.tsv": "a b\tc d\n" for split in ("train", "valid", "test")}
+CHINESE = {"pairs": ["eng_Latn-zho_Hans", "eng_Latn-zho_Hant"]}
+SERBIAN = {"pairs": ["en-sr_Cyrl", "en-sr_Latn"]}
 WHOLE = "a\tb\n" * 600
 SIDES = dict.fromkeys(("a.en", "a.ha", "b.en", "b.ha", "dev.en", "dev.ha"), "text\n" * 9)
 OF_SPLITS = {"train": "a.{language}", "valid": "b.{language}", "test": "a.{language}"}
@@ -393,6 +420,11 @@ REFUSED = [  # files, settings, and what names them
     (SPLIT | {"train.en-ha.en": "a\n", "train.en-ha.ha": "a\n"}, {}, "ha.en and .*train.en-ha.tsv"),
     ({"en-ha.tsv": WHOLE, "en.txt": WHOLE, "ha.txt": WHOLE}, {}, "en.txt and .*en-ha.tsv"),
     ({"train.en-US": "a\n", "train.en-GB": "a\n", "train.ha": "a\n"}, {}, "en-(US|GB).*en-(US|GB)"),
+    # One text is not that of two languages.
+    (dict.fromkeys(("train.tsv", "valid.tsv", "test.tsv"), "en\tzh\na\tb\n"), CHINESE, "zho_Hant"),
+    ({f"{s}.en-zh.tsv": "a\tb\n" for s in ("train", "valid", "test")}, CHINESE, "zho_Hant"),
+    ({f"{s}.jsonl": '{"en": "a", "sr": "b"}\n' for s in ("train", "valid")}, SERBIAN, "sr_Latn"),
+    ({f"{s}.{x}": "a\n" for s in ("train", "valid") for x in ("en", "sr")}, SERBIAN, "sr_Latn"),
     # A file of both languages has a known ending.
     (
         dict.fromkeys(("train.txt", "valid.txt", "test.txt"), "a\tb\n"),
@@ -607,6 +639,12 @@ def test_a_test_set_of_sacrebleu(tmp_path, dataset, monkeypatch, capsys):
     gather(own, tmp_path, tmp_path / "raw")
     assert lines(tmp_path / "raw", "test.en-de.de") == ["Hund"]
     assert lines(tmp_path / "raw", "test.en-de.en") == ["dog"]
+    for split in ("train", "valid"):
+        (tmp_path / f"{split}.tsv").unlink()
+    (tmp_path / "en-de.tsv").write_text("".join(f"{i}\tb\n" for i in range(400)))
+    gather(own, tmp_path, tmp_path / "raw")  # no line is kept for another test set
+    parts = (lines(tmp_path / "raw", f"{split}.en-de.en") for split in ("train", "valid"))
+    assert sum(map(len, parts)) == 400
     own.source["datasets"] = "none"  # for all else
     section = find(own, tmp_path, "test", "en-de")
     assert section.files["de"] == tmp_path / "wmt13.de-en.src"

@@ -35,6 +35,7 @@ class Section:
     elsewhere: Callable[[], Iterable[Pair]] | None = None  # yields the pairs, in place of files
     codes: Mapping[str, str] = field(default_factory=dict)  # the files' codes (``raw.codes``)
     unquote: bool = False  # remove the quotes of spreadsheets
+    beside: tuple[str, ...] = ()  # all languages that are read from the file of both
 
     @property
     def is_divided(self) -> bool:
@@ -52,7 +53,7 @@ class Section:
         if self.elsewhere:
             pairs = self.elsewhere()
         else:
-            pairs = readers.pairs(self.files, self.codes, self.unquote)
+            pairs = readers.pairs(self.files, self.codes, self.unquote, self.beside)
         clean = (lambda text: unquoted(plain(text)).strip()) if self.unquote else plain
         pairs = (tuple(side and clean(side) for side in pair) for pair in pairs)
         if self.hash_range is not None:
@@ -83,27 +84,32 @@ def find(dataset: Dataset, source: Path, split: str, pair: str) -> Section | Non
     """
     languages = pair.split("-")
     codes = dataset.raw.get("codes", {})
-    named = readers.Languages(languages, codes)
+    in_source = readers.Languages(languages, codes, dataset.languages)
     make = functools.partial(Section, codes=codes, unquote=dataset.clean.get("quotes") == "strip")
     if split == "test" and (name := dataset.source.get("sacrebleu")):
-        return Section(elsewhere.sacrebleu_files(name, named))
+        return Section(elsewhere.sacrebleu_files(name, in_source))
     if dataset.source.get("datasets"):
         names = {each: dataset.source.get("splits", {}).get(each, each) for each in SPLITS}
         _check_other("source.splits", names, split, dataset)
-        load = functools.partial(elsewhere.read_datasets, dataset.source, split, named)
+        load = functools.partial(elsewhere.read_datasets, dataset.source, split, in_source)
         return make(dict.fromkeys(languages), elsewhere=load)
     names = {each: publisher_names(dataset, each, pair, languages[0]) for each in SPLITS}
     if not (undivided := len({*names.values()}) == 1):
         _check_other("raw.files" if "files" in dataset.raw else "raw.splits", names, split, dataset)
     place = _Place(source, languages, codes, dataset.languages)
-    published = {lang: _published(dataset, source, split, pair, lang) for lang in languages}
-    for by_meaning in (False, True):
-        for name in dict.fromkeys((dataset.raw.get("splits", {}).get(split, split), split)):
-            shared = place.by_language(f"{name}.{pair}.")
-            own = {x: (None if undivided else published[x]) or shared[x] for x in languages}
-            candidates = [own, *place.of_split(name, by_meaning)]
-            if found := _only_one(candidates):
-                return make(found)
+    of_orders = [
+        {lang: _published(dataset, source, split, order, lang) for lang in languages}
+        for order in both_orders(pair)
+    ]
+    published = next((each for each in of_orders if None not in each.values()), of_orders[0])
+    named = dataset.raw.get("splits", {}).get(split, split)
+    for name, by_meaning in product(dict.fromkeys((named, split)), (False, True)):
+        shared = place.by_language(f"{name}.{pair}.")
+        own = {x: (None if undivided else published[x]) or shared[x] for x in languages}
+        if found := _only_one([own, *place.of_split(name, by_meaning)]):
+            return make(found)
+        if name != split:
+            continue
         candidates = [published if undivided else {}, *place.unsplit(by_meaning)]
         if found := _only_one(candidates[:1]) or _only_one(candidates):
             return make({x: found[x] for x in languages}, **_part(dataset, found, split))
@@ -228,12 +234,14 @@ class _Place:
         return tuple(sorted(name[len(before) : len(name) - len(after)] for name in between))
 
 
-def _published(dataset: Dataset, source: Path, split: str, pair: str, language: str) -> Path | None:
+def _published(
+    dataset: Dataset, source: Path, split: str, order: str, language: str
+) -> Path | None:
     """The publisher's file, at its path or directly in ``source``; None if there is none."""
     if "files" not in dataset.raw:
         return None
-    names = publisher_names(dataset, split, pair, language)
-    spelled = publisher_names(dataset, split, pair, language, spellings)
+    names = publisher_names(dataset, split, order, language, orders=(order,))
+    spelled = publisher_names(dataset, split, order, language, spellings, (order,))
     exact = filter(None, (_existing(source / name) for name in names))
     if (file := next(exact, None)) is None and tells_apart(dataset):
         spelled = (*(Path(name).name for name in names), *spelled)
@@ -268,6 +276,7 @@ def publisher_names(
     pair: str,
     language: str,
     spelled: Callable[[str], tuple[str, ...]] = lambda name: (name,),
+    orders: Collection[str] = (),
 ) -> tuple[str, ...]:
     """The possible names of a publisher's file, by the pattern ``raw.files`` with the pair in either order.
 
@@ -277,11 +286,12 @@ def publisher_names(
 
     Args:
         spelled: the codes of a language to try, the likeliest first.
+        orders: of the pair; by default both.
     """
     patterns = dataset.raw.get("files", SHARED)
     pattern = patterns if isinstance(patterns, str) else patterns.get(split, SHARED)
     codes, names = dataset.raw.get("codes", {}), {}
-    for order in both_orders(pair):
+    for order in orders or both_orders(pair):
         place = order.split("-").index(language)
         for spelling in product(*map(spelled, order.split("-"))):
             own = spelling[place]
@@ -320,7 +330,7 @@ def _part(dataset: Dataset, files: Mapping[str, Path], split: str) -> dict[str, 
     changed = tuple(file.stat().st_mtime_ns for file in files.values())
     codes = dataset.raw.get("codes", {})
     total = _count(tuple(files.items()), tuple(codes.items()), changed)
-    tested = dataset.raw["parallel"]["test"]
+    tested = 0 if dataset.source.get("sacrebleu") else dataset.raw["parallel"]["test"]
     held = tested + dataset.raw["parallel"]["valid"]
     if held >= total:
         expected = "more than raw.parallel of the data set has for validation and test"

@@ -8,6 +8,7 @@ import functools
 import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from smoe_fairseq.files import whole_folder, write_whole
 from smoe_fairseq.forms import read_json
 from smoe_fairseq.languages import spellings
 from smoe_fairseq.progress import progress
+from smoe_fairseq.recipes.data import readers
 from smoe_fairseq.recipes.data.compression import COMPRESSED
 from smoe_fairseq.recipes.data.faults import Faults
 from smoe_fairseq.recipes.data.finding import SPLITS, Section, find, missing, publisher_names
@@ -33,7 +35,8 @@ def gather(dataset: Dataset, source: Path, target: Path, workers: int = 1) -> No
     is missing or damaged, or two sides differ in length.
     """
     found = {unit: _section(dataset, source, *unit) for unit in splits_of(dataset)}
-    sections = {unit: section for unit, section in found.items() if section}
+    sections = _told_apart({unit: section for unit, section in found.items() if section})
+    _warn_of_others(dataset, source, sections)
     for pair in dataset.pairs:
         parts = {s: each for (s, p), each in sections.items() if p == pair and not each.elsewhere}
         if dataset.source.get("sacrebleu"):
@@ -137,18 +140,51 @@ def write_sizes(raw: Path, sizes: dict[str, int]) -> None:
 def _section(dataset: Dataset, source: Path, split: str, pair: str) -> Section | None:
     """The text of a pair; raises UsageError if it is missing, but only warns and returns None for a test."""
     if section := find(dataset, source, split, pair):
-        if (split, pair) == ("train", dataset.pairs[0]) and "files" in dataset.raw:
-            used = {file.name for file in section.files.values() if file}
-            own = (publisher_names(dataset, split, pair, x, spellings) for x in pair.split("-"))
-            stems = {Path(name).name for names in own for name in names}
-            if used - {stem + ending for stem in stems for ending in COMPRESSED}:
-                warn(f"{source} has no file of `raw.files`; {' and '.join(sorted(used))} is used")
         return section
     lacks = missing(dataset, source, split, pair)
     if split != "test":
         raise UsageError(lacks)
     warn(f"{lacks}; without it, {pair} is not scored")
     return None
+
+
+def _told_apart(sections: Mapping[tuple[str, str], Section]) -> dict[tuple[str, str], Section]:
+    """The sections with all languages that are read from their files.
+
+    Raises UsageError if a file with a sentence per line would be read as two languages.
+    """
+    read: dict[Path | None, dict[str, None]] = {}
+    for section in sections.values():
+        for language, file in section.files.items():
+            read.setdefault(file, {})[language] = None
+    for file, languages in read.items():
+        if file and len(languages) > 1 and not readers.ending_of(file):
+            both = " and ".join(languages)
+            expected = f"expected a file of each, or one of {', '.join(readers.READERS)}"
+            raise UsageError(f"{file} is named for both {both}: {expected}")
+    beside = {unit: read[[*part.files.values()][0]] for unit, part in sections.items()}
+    return {unit: replace(part, beside=(*beside[unit],)) for unit, part in sections.items()}
+
+
+def _warn_of_others(
+    dataset: Dataset, source: Path, sections: Mapping[tuple[str, str], Section]
+) -> None:
+    """Warn of files that are used where `raw.files` or `raw.splits` names others."""
+    patterns, splits, others = dataset.raw.get("files", {}), dataset.raw.get("splits", {}), {}
+    for (split, pair), section in sections.items():
+        used = {file.name for file in section.files.values() if file}
+        if split == "test" and dataset.source.get("sacrebleu"):
+            continue
+        if isinstance(patterns, str) or split in patterns:
+            own = (publisher_names(dataset, split, pair, x, spellings) for x in pair.split("-"))
+            stems = {Path(name).name for names in own for name in names}
+            if used - {stem + ending for stem in stems for ending in COMPRESSED}:
+                others.setdefault("files", []).extend(sorted(used))
+        elif not all(name.startswith(f"{splits[split]}.") for name in used if split in splits):
+            others.setdefault("splits", []).extend(sorted(used))
+    for setting, names in others.items():
+        shown = " and ".join(dict.fromkeys(names[:2])) + " and others" * (len({*names}) > 2)
+        warn(f"{source} has no file of `raw.{setting}`; {shown} is used")
 
 
 def text_files(raw: Path, pairs: str = "", names: str = "*.*-*.*") -> list[Path]:

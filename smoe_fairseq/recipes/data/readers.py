@@ -70,13 +70,21 @@ def lines(path: Path) -> Iterator[str]:
 
 
 class Languages:
-    """The two languages to read, by the data set's names and by those of the publisher (``raw.codes``)."""
+    """The two languages to read, by the data set's names and by those of the publisher (``raw.codes``).
+
+    ``beside``: all languages that are read from the same text, so that a name stands for one of them.
+    """
 
     keep_quotes: bool  # see `pairs`, which sets it
 
-    def __init__(self, languages: Iterable[str], codes: Mapping[str, str] | None = None):
-        self.own = tuple(languages)
-        self.codes = tuple((codes or {}).get(language, language) for language in self.own)
+    def __init__(
+        self,
+        languages: Iterable[str],
+        codes: Mapping[str, str] | None = None,
+        beside: Iterable[str] = (),
+    ):
+        self.own, self.codes = tuple(languages), codes or {}
+        self.all = tuple(beside) or self.own
         self.seen: dict[str, set[str]] = {language: set() for language in self.own}
 
     def __str__(self) -> str:
@@ -84,8 +92,10 @@ class Languages:
 
     def found(self, names: Iterable[str]) -> tuple[str | None, str | None]:
         """The name that stands for each of them, such as ``de-DE`` for ``de``; None if there is none."""
-        found = (assign(wanted, tuple(names)) for wanted in (self.codes, self.own))
-        return tuple(code or own for code, own in zip(*found, strict=True))
+        codes = assign(tuple(self.codes.get(each, each) for each in self.all), tuple(names))
+        own = assign(self.all, tuple(name for name in names if name not in codes))
+        found = {each: code or name for each, code, name in zip(self.all, codes, own)}
+        return tuple(map(found.get, self.own))
 
     def among(self, names: Iterable[str]) -> tuple[str | None, str | None]:
         """As `found`; warns of another of a file's names that stands for the same language."""
@@ -97,20 +107,24 @@ class Languages:
             seen.add(name)
             others = (assign((language,), (each,))[0] for each in names if each not in found)
             other = next(filter(None, others), None) or next(iter(seen - {name}), None)
-            if other and self.codes == self.own:
+            if other and self.codes.get(language, language) == language:
                 advice = f"`raw: {{codes: {{{language}: {name}}}}}` chooses one"
                 warn(f"both {name} and {other} are names of {language}; {name} is read: {advice}")
         return found
 
 
 def pairs(
-    files: Mapping[str, Path], codes: Mapping[str, str] | None = None, keep_quotes: bool = False
+    files: Mapping[str, Path],
+    codes: Mapping[str, str] | None = None,
+    keep_quotes: bool = False,
+    beside: Iterable[str] = (),
 ) -> Iterator[Pair]:
     """The pairs of sentences in the files of two languages, which may be one file.
 
     Args:
         codes: the publisher's names of languages, if they differ.
         keep_quotes: of a TSV file all of whose cells are quoted, where the caller removes them.
+        beside: see `Languages`.
 
     Raises UsageError for an unreadable file, no record with both languages, or different numbers of lines.
     """
@@ -118,7 +132,7 @@ def pairs(
     if first != second:
         yield from _aligned(first, second)
         return
-    languages = Languages(files, codes)
+    languages = Languages(files, codes, beside)
     reader = READERS.get(ending_of(first))
     if reader is None:
         expected = f"expected one of {', '.join(READERS)}"
