@@ -299,6 +299,8 @@ def test_a_run_with_experts(from_experts, prepared, tmp_path):
 def test_a_run_with_other_language_tokens(from_experts, prepared, tmp_path):
     """With ``--lang-tok-style mbart`` fairseq also adds ``<mask>``, which has an embedding too.
 
+    What the run's model computes with, beside its weights, is fine-tuned likewise.
+
     ``dictionary.txt`` beside the dictionary is no other one.
     """
     folder, settings = from_experts
@@ -307,6 +309,8 @@ def test_a_run_with_other_language_tokens(from_experts, prepared, tmp_path):
 
     def change(state):
         state["cfg"]["task"].lang_tok_style = "mbart"
+        state["cfg"]["task"].lang_tok_replacing_bos_eos = True
+        set_option("moe_eom", 0.2)(state)
         del state["smoe_dictionaries"]
         for name, tensor in state["model"].items():
             if "embed_tokens" in name or "output_projection" in name:
@@ -314,9 +318,16 @@ def test_a_run_with_other_language_tokens(from_experts, prepared, tmp_path):
 
     source = changed(folder / "smoe-2-2/checkpoint_best.pt", place / "mbart.pt", change)
     settings = settings | {"RAW": str(prepared / "text"), "DATA_DIR": str(tmp_path)}
-    succeeded(step_here("prepare", "mine", cwd=folder, PRETRAINED=str(source), **settings))
+    settings |= {"PRETRAINED": str(source), "DRY_RUN": ""}
+    succeeded(step_here("prepare", "mine", cwd=folder, **settings))
     words = list(dict_of(tmp_path / "mine/bin/dict.txt"))
     assert "[fr]" in words and "__fr__" not in words and words[-1] == "<mask>"
+    settings["DRY_RUN"] = "1"
+    result = step_here("train", "mine", "smoe-2-2", cwd=folder, **settings)
+    (words,) = commands(result, "fairseq-train")
+    assert "--lang-tok-replacing-bos-eos" in words and words[words.index("--moe-eom") + 1] == "0.2"
+    result = step_here("train", "mine", "smoe-2-2", "--moe-eom", "0.0", cwd=folder, **settings)
+    refused(result, "--moe-eom 0.0", "mbart.pt")
 
 
 @pytest.mark.parametrize("added", [0, 1])

@@ -29,7 +29,7 @@ OF_A_RUN = (
 )  # parts of the names of options of a single training
 # Likewise of options that change neither the names of weights nor what a model computes without dropout and
 # limits.
-_FREE = """drop max_source max_target expert_parallel execution capacity_factor policy init_scale eom fom
+_FREE = """drop max_source max_target expert_parallel execution capacity_factor policy init_scale
     bias_step""".split()
 # Settings that change training, limits or the execution alone, and not what the same tensors compute.
 TRAINING = """dropout attention_dropout activation_dropout encoder_layerdrop decoder_layerdrop freeze

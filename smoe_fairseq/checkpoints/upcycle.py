@@ -31,6 +31,7 @@ from smoe_fairseq.flags import as_flag, flag_of, values_of, with_value
 from smoe_fairseq.models.memory import check_fits
 from smoe_fairseq.models.options import SMoETransformerConfig, offer_gates
 from smoe_fairseq.modules.gates import GATES
+from smoe_fairseq.translate.directions import TOKEN_FLAGS
 
 # Options of one training (frozen parts, memory), by parts of their names.
 LATER_NORM_SCALE = 0.1  # weights of later strata's layer norms, relative to the dense model's
@@ -182,7 +183,7 @@ def _task_flags(state: Mapping) -> str:
     task = values_of(saved)
     flags = {"task": name}
     if name != "translation":
-        several = ("langs", "lang_pairs", "encoder_langtok", "decoder_langtok")
+        several = ("langs", "lang_pairs", *sorted(TOKEN_FLAGS))
         flags |= {each: task[each] for each in several if task.get(each)}
     return " ".join(as_flag(each, value) for each, value in flags.items())
 

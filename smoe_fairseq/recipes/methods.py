@@ -47,8 +47,12 @@ def method_flags(name: str, dataset: Dataset) -> Flags:
     import_plugins_of(content, configs)
     flags = content.get("train", {})
     refuse_keys(f"{path}: `train", flags, OF_METHODS)
-    own = dataset.methods.get(name, {})
-    return {key: fill(value) for key, value in (flags | own).items()}
+    flags = flags | dataset.methods.get(name, {})
+    # By these a pretrained model scales what experts compute, so that each training keeps them.
+    experts = dataset.start["experts"] if dataset.start and "smoe-strata" in flags else {}
+    kept = experts.keys() & {"moe-eom", "moe-fom"} - dataset.train.keys()
+    flags = {flag: experts[flag] for flag in sorted(kept)} | flags
+    return {key: fill(value) for key, value in flags.items()}
 
 
 def _two_thirds_of_ffn(dataset: Dataset) -> int:

@@ -101,10 +101,10 @@ def task_for(task, source: str | None, target: str | None, request: str | None =
 
 
 # Task options that add a language's token to the text: with other values, a model silently translates badly.
-LANGUAGE_TOKENS = {
-    *("encoder_langtok", "decoder_langtok", "langtoks", "lang_tok_style"),
-    "lang_tok_replacing_bos_eos",
+TOKEN_FLAGS = {
+    *("encoder_langtok", "decoder_langtok", "lang_tok_style", "lang_tok_replacing_bos_eos")
 }
+LANGUAGE_TOKENS = TOKEN_FLAGS | {"langtoks"}
 _DIRECTION = ("source_lang", "target_lang")
 READING = {*LANGUAGE_TOKENS, *_DIRECTION}  # where all tensors fit that differ
 

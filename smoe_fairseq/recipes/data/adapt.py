@@ -25,7 +25,7 @@ from smoe_fairseq.checkpoints.upcycle import size_flags
 from smoe_fairseq.checkpoints.vocabulary import Vocabulary
 from smoe_fairseq.errors import UsageError, nearest, quietly
 from smoe_fairseq.files import read_plain, whole_files
-from smoe_fairseq.flags import values_of
+from smoe_fairseq.flags import flag_of, values_of
 from smoe_fairseq.forms import read_json
 from smoe_fairseq.languages import assign
 from smoe_fairseq.recipes.data import readers
@@ -34,6 +34,7 @@ from smoe_fairseq.recipes.datasets import Dataset
 from smoe_fairseq.recipes.folders import final
 from smoe_fairseq.recipes.pretrained import MODEL, RECORD, is_foreign, source_of
 from smoe_fairseq.subwords import NAMES, SPECIAL, read_subwords, subwords_of
+from smoe_fairseq.translate.directions import TOKEN_FLAGS
 from smoe_fairseq.translate.load import checkpoint_of, data_of
 
 TASK = "translation_multi_simple_epoch"
@@ -166,11 +167,7 @@ def _adapt(dataset: Dataset, source: Path, raw: Path, output: Path) -> None:
                 "fingerprint": fingerprint(Path(partials[2])),
                 "rows": len(symbols),
                 "languages": languages,
-                "task": {
-                    "encoder-langtok": task.get("encoder_langtok"),
-                    "decoder-langtok": bool(task.get("decoder_langtok")),
-                    "lang-tok-style": task.get("lang_tok_style"),
-                },
+                "task": {flag_of(name)[2:]: task.get(name) for name in sorted(TOKEN_FLAGS)},
                 "train": others,
                 "model": model,
                 "experts": experts,
