@@ -22,11 +22,8 @@ SIDES = ("encoder", "decoder")
 NORM_OPTION = "smoe_norm"  # how inner layer norms and residuals are computed
 # From router_NAME_loss_coef of a config for transformers to moe_NAME_loss_wt of the criterion.
 LOSS_WEIGHTS = {"aux": "gate", "z": "z", "entropy": "entropy"}
-OF_A_RUN = (
-    "freeze",
-    "activations",
-    "min_params",
-)  # parts of the names of options of a single training
+# Parts of the names of options of a single training.
+OF_A_RUN = ("freeze", "activations", "min_params")
 # Likewise of options that change neither the names of weights nor what a model computes without dropout and
 # limits.
 _FREE = """drop max_source max_target expert_parallel execution capacity_factor policy init_scale
@@ -34,8 +31,8 @@ _FREE = """drop max_source max_target expert_parallel execution capacity_factor 
 # Settings that change training, limits or the execution alone, and not what the same tensors compute.
 TRAINING = """dropout attention_dropout activation_dropout encoder_layerdrop decoder_layerdrop freeze
     moe_threshold_step moe_balance_over smoe_capacity_budget moe_capacity_factor cmr_gate_drop
-    moe_second_expert_policy moe_dropout_per moe_gate_init_scale moe_output_init_scale moe_eom moe_fom
-    moe_gating_dropout moe_hash_table moe_hash_seed moe_execution expert_parallel checkpoint_activations
+    moe_second_expert_policy moe_dropout_per moe_gate_init_scale moe_output_init_scale moe_gating_dropout
+    moe_hash_table moe_hash_seed moe_execution expert_parallel checkpoint_activations
     offload_activations min_params_to_wrap share_all_embeddings share_decoder_input_output_embed
     max_source_positions max_target_positions""".split()
 # fairseq's options that change the forward pass in ways that our model does not support.
