@@ -131,13 +131,13 @@ def test_the_curve_of_a_run(tmp_path, monkeypatch):
         with pytest.raises(UsageError, match=f"`{min(other)}`"):
             study_results.are_saved(replace(elsewhere, **other), "moe", start, 1)
     monkeypatch.setattr(identity, "_text", lambda data: "this")
-    for key, own in (
-        ("flags", result.about["flags"] | {"--seed": "9"}),
-        ("text", "other"),
-        ("selection", {"--best-checkpoint-metric": "bleu"}),
+    for key, own, named in (
+        ("flags", result.about["flags"] | {"--seed": "9"}, "seed"),
+        ("text", "other", "text"),
+        ("selection", {"--best-checkpoint-metric": "bleu"}, "--best-checkpoint-metric bleu"),
     ):
         about.write_text(json.dumps(result.about | {key: own}))
-        with pytest.raises(UsageError, match=f"^{about.parent.relative_to(tmp_path)} "):
+        with pytest.raises(UsageError, match=f"^{about.parent.relative_to(tmp_path)} .*{named}"):
             study_results.are_saved(elsewhere, "moe", start[2:], 1)
     assert result.about["updates"] == 25 and result.about["versions"].keys() >= {"torch", "fairseq"}
 

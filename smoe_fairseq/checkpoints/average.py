@@ -12,12 +12,11 @@ from tqdm import tqdm
 
 from smoe_fairseq.checkpoints import reading, sets, trained_with
 from smoe_fairseq.checkpoints.content import MADE_OF, fingerprint
-from smoe_fairseq.checkpoints.model import TRAINING
+from smoe_fairseq.checkpoints.model import of_training
 from smoe_fairseq.compat.checkpoint_names import PENDING, files_read, rank_of, saved, set_name
 from smoe_fairseq.errors import UsageError
 from smoe_fairseq.flags import values_of
 from smoe_fairseq.models.options import SMoETransformerConfig
-from smoe_fairseq.modules.gates import GATES
 from smoe_fairseq.translate.directions import other_flags
 
 # Suffix of step counts of --moe-balance bias and of gates that learn by counts.
@@ -109,17 +108,14 @@ def _outline(state: Mapping) -> dict:
     """What all checkpoints have to share: tensors' shapes and types, settings and dictionaries."""
     cfg = state.get("cfg") or {}
     options, common = (values_of(cfg.get(k) or state.get("args")) for k in ("model", "common"))
-    gate = GATES.get(options.get("moe_gate"))
-    limits = (
-        {"moe_capacity_factor"} if gate and gate.needs_capacity else set()
-    )  # choose in evaluation, too
+    training = of_training(options)
     return {
         "seed": common.get("seed"),
         "tensors": {n: f"{tuple(t.shape)} {t.dtype}" for n, t in state["model"].items()},
         "settings": {
             f"the setting {name}": str(value)
             for name, value in SMoETransformerConfig.select(options).items()
-            if name not in TRAINING or name in limits
+            if name not in training
         },
         "dictionaries": state.get(trained_with.DICTIONARIES),
         "task": reading.saved_task(state)[0],

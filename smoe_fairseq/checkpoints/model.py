@@ -16,6 +16,7 @@ from smoe_fairseq.flags import differing_flags, flag_of, values_of, with_value
 from smoe_fairseq.models.checks import as_loaded
 from smoe_fairseq.models.options import SMoETransformerConfig
 from smoe_fairseq.models.transformer import SMoETransformerModel
+from smoe_fairseq.modules.gates import GATES
 
 OURS, STOCK = "smoe_transformer", "transformer"
 SIDES = ("encoder", "decoder")
@@ -35,6 +36,7 @@ TRAINING = """dropout attention_dropout activation_dropout encoder_layerdrop dec
     moe_hash_table moe_hash_seed moe_execution expert_parallel checkpoint_activations
     offload_activations min_params_to_wrap share_all_embeddings share_decoder_input_output_embed
     max_source_positions max_target_positions""".split()
+_LIMIT = "moe_capacity_factor"
 # fairseq's options that change the forward pass in ways that our model does not support.
 _UNSUPPORTED = (
     *("adaptive_input", "adaptive_softmax_cutoff", "cross_self_attention", "no_cross_attention"),
@@ -171,12 +173,23 @@ def other_model(content: Mapping, config) -> dict[str, str]:
     With some of them all tensors fit, as with another number of attention heads, or another gate.
     """
     before, now = (_flat(values_of(each)) for each in (saved_model(content), config))
-    names = [
-        n for n in SMoETransformerConfig.names() if n in before.keys() & now and not is_free(n)
-    ]
-    flags = differing_flags({name: before[name] for name in names}, now)
-    zero = [name for name in flags if before[name] == 0 and before[name] is not False]
-    return flags | {name: f"{flag_of(name)} 0" for name in zero}  # not the default
+    training = of_training(before)
+    flags = {}
+    for name in SMoETransformerConfig.names():
+        is_limit = name == _LIMIT and name not in training
+        if name in before.keys() & now and name not in training and (is_limit or not is_free(name)):
+            flags |= differing_flags({name: before[name]}, now)
+            if name in flags and before[name] is False and getattr(SMoETransformerConfig, name):
+                flags[name] = flag_of(f"no_{name}")
+            elif name in flags and before[name] == 0 and before[name] is not False:
+                flags[name] = f"{flag_of(name)} 0"
+    return flags
+
+
+def of_training(options: Mapping) -> set[str]:
+    """`TRAINING` for these options: experts that choose their tokens have a limit in evaluation, too."""
+    gate = GATES.get(options.get("moe_gate"))
+    return {*TRAINING} - ({_LIMIT} if gate and gate.needs_capacity else set())
 
 
 def _flat(values: Mapping) -> dict:

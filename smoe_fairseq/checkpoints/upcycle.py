@@ -33,7 +33,6 @@ from smoe_fairseq.models.options import SMoETransformerConfig, offer_gates
 from smoe_fairseq.modules.gates import GATES
 from smoe_fairseq.translate.directions import TOKEN_FLAGS
 
-# Options of one training (frozen parts, memory), by parts of their names.
 LATER_NORM_SCALE = 0.1  # weights of later strata's layer norms, relative to the dense model's
 _BLOCK = re.compile(r"(.+\.layers\.\d+)\.moe\.(\w+)\.?(.*)")
 _EXPERTS = {"w1": "fc1.weight", "b1": "fc1.bias", "w2": "fc2.weight", "b2": "fc2.bias"}

@@ -1,6 +1,7 @@
 """Changes to ``fairseq-train`` (position in an epoch, validation, early stopping) and to translation."""
 
 import atexit
+import inspect
 import os
 import queue
 import sys
@@ -148,6 +149,8 @@ def change(name: str, function: Callable) -> None:
     program = _program()
     if hasattr(program, name) and not hasattr(getattr(program, name), "__wrapped__"):
         replace(program, name, function)
+        # In a rank that `python -m` has spawned, the module is a copy of what its functions see.
+        inspect.unwrap(program.main).__globals__[name] = getattr(program, name)
 
 
 def _program():
@@ -188,7 +191,7 @@ def selected_by(cfg) -> dict[str, str | int]:
     settings = {name: getattr(cfg.criterion, name, 0) for name in names}
     if metric == "loss":  # of whatever the criterion adds up
         own = OmegaConf.to_container(cfg.criterion) if OmegaConf.is_config(cfg.criterion) else {}
-        settings |= {name: str(own[name]) for name in sorted(own.keys() - _NOT_IN_LOSS)}
+        settings |= {name: str(own[name]) for name in sorted(own.keys() - {*names, *_NOT_IN_LOSS})}
     return settings | {
         "metric": metric,
         "maximize": cfg.checkpoint.maximize_best_checkpoint_metric,

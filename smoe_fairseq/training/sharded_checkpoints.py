@@ -178,7 +178,8 @@ def check_content(trainer, path: Path, reset_optimizer: bool) -> None:
 
     It has other dictionaries of the same size, other values of parameters that the model shares, other
     language tokens, a model that computes otherwise, or more language pairs, of which those that are not
-    trained on would be lost. ``--reset-optimizer`` permits the last three, with a warning for two of them.
+    trained on would be lost. ``--reset-optimizer`` permits the last three, the first two of them with a
+    warning.
     """
     from smoe_fairseq.checkpoints.model import other_model  # imports the models, which import this
 
@@ -191,13 +192,15 @@ def check_content(trainer, path: Path, reset_optimizer: bool) -> None:
         others = sorted(pairs - {*getattr(trainer.get_model(), "models", pairs)})
         if others and not reset_optimizer:
             message = f"{path} has models for {', '.join(others)}: expected --lang-pairs with them"
-        others = other_model(content, trainer.cfg.model)
+        parameters = trainer.get_model().named_parameters()
+        fits = all(name in weights and weights[name].shape == p.shape for name, p in parameters)
+        others = other_model(content, trainer.cfg.model) if fits else {}  # else loading says more
         task = other_flags(reading.saved_task(content)[0], trainer.cfg.task)
         others |= {name: flag for name, flag in task.items() if name in READING}
         if others:
             had = f"{path}: its training had {' '.join(others.values())}"
             if reset_optimizer:
-                logger.warning(f"{had}; this one has not")
+                logger.warning(f"{had}, unlike this one")
             else:
                 message = message or f"{had}; expected the same, or {RESETS}"
         if names := shared_but_differing(trainer.get_model(), weights):

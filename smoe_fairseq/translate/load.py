@@ -263,6 +263,7 @@ class Translator(TrainedModel):
     def __init__(self, *args):
         super().__init__(*args)
         self.engines = {}  # by `int8`
+        self.of_fairseq: set[str] = set()  # overridden settings of a search that only fairseq has
 
     @classmethod
     def of_run(
@@ -279,15 +280,18 @@ class Translator(TrainedModel):
         def prepare(saved, overrides: dict, data: str) -> None:
             if instead := _OTHERS.get(task_name(saved.task)):
                 raise UsageError(f"{first} {instead}")
-            own = {*vars(Options())} - {"nbest"}
-            if at_call := sorted(overrides.keys() & values_of(saved.generation).keys() - own):
-                raise UsageError(f"{at_call[0]}: expected it as an argument of translate")
+            own = overrides.keys() & values_of(saved.generation).keys() - vars(Options()).keys()
+            if unread := sorted(filter(_OF_COMMANDS.match, own)):
+                raise UsageError(f"{unread[0]}: only commands of fairseq read it")
+            of_fairseq.update(own)
             # A multilingual task gets its direction later.
             if task_name(saved.task) != MULTILINGUAL:
                 given = {name: lang for name, lang in languages.items() if lang is not None}
                 overrides |= check_languages(first, saved.task, given, data)
 
+        of_fairseq: set[str] = set()
         translator = super().of_run(first, checkpoint_file, data, prepare, **overrides)
+        translator.of_fairseq = of_fairseq
         translator.source_lang, translator.target_lang = source_lang, target_lang
         for other in others:
             more = cls.of_run(other, checkpoint_file, data, source_lang, target_lang, **overrides)
@@ -326,7 +330,7 @@ class Translator(TrainedModel):
                 *([sentences], beam, verbose, source_lang, target_lang, int8), **options
             )[0]
         direction = {"source_lang": source_lang, "target_lang": target_lang}
-        if verbose or options.keys() - self._defaults().keys():
+        if verbose or self.of_fairseq or options.keys() - self._defaults().keys():
             known = set(values_of(self.cfg.generation))
             self._check_options(options, {each for each in known if not _OF_COMMANDS.match(each)})
             if unused := [*sorted(options.keys() - known), *["int8"] * int8]:
@@ -374,6 +378,10 @@ class Translator(TrainedModel):
             UsageError: the direction is unknown or ambiguous, or an option is unknown.
         """
         self._check_options(options)
+        if self.of_fairseq:
+            raise UsageError(
+                f"{min(self.of_fairseq)}: expected it with translate, as fairseq's search"
+            )
         if isinstance(sentences, str):
             sentences = [sentences]
         if beam is not None:

@@ -106,7 +106,7 @@ def _systems(dataset: Dataset) -> dict[str, list[Result]]:
     systems: dict[str, list[Result]] = {}
     for result in results:
         systems.setdefault(run_method(result.name), []).append(result)
-    left_out = {*identity.NOT_OF_A_STUDY, STARTED, "--finetune-from-model"}
+    left_out = {*identity.NOT_OF_A_STUDY, STARTED}
     for runs in systems.values():
         records = {r.name: r.about | {"trained": r.about.get("limits") or {}} for r in runs}
         records = {name: each for name, each in records.items() if "flags" in each}

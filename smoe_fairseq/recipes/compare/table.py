@@ -155,7 +155,7 @@ def side_by_side(dataset: Dataset, metric: str) -> Grid:
         each = [[average(result, c, metric) for c in usable] for result in scored.values()]
         bleu = [_over_seeds(statistics.fmean, values) for values in zip(*each, strict=True)]
         records = {run: identity.record(folder / run) for run in scored}
-        notes += [f"{name}: {each}" for each in identity.differing(records)]
+        notes += [f"{name}: {each}" for each in identity.differing(records) if len(records) > 1]
         cost = system_costs(dataset, name, flags=next(iter(records.values())).get("flags"))
         count = f", mean of {len(scored)} seeds" if len(scored) > 1 else ""
         label = [name, f"ours{count}"] if paper else [f"{name}{count}"]

@@ -1,9 +1,9 @@
 """Metrics by other programs than sacreBLEU: COMET, and those of a data set's ``metrics``."""
 
+import itertools
 import json
 import math
 import os
-import re
 import shlex
 import shutil
 import statistics
@@ -109,15 +109,20 @@ def externals_of(dataset: Dataset) -> list[External]:
 def _contents(words: str) -> str:
     """For a signature: the fingerprints of the files that a command names, such as its program.
 
-    Left out are an interpreter by its whole path, and what follows a ``|`` or ``>``, which it may write.
+    Left out are an interpreter of such a file, and what follows a ``|`` or ``>``, which it may write.
     """
     with suppress(ValueError):  # no command, as the shell will say
-        words = shlex.split(re.split("[|>]", words)[0])
-        files = [
-            word for i, word in enumerate(words) if os.path.isfile(word) and (i or word[0] != "/")
-        ]
-        return "".join(f"|{Path(file).name}:{fingerprint(Path(file))[:12]}" for file in files)
+        split = shlex.shlex(words, posix=True, punctuation_chars=True)
+        split.whitespace_split = True
+        own = [*itertools.takewhile(lambda word: word[:1] not in "|>;&", split)]
+        files = [Path(word) for word in own if os.path.isfile(word)]
+        by_interpreter = len(files) > 1 and os.path.isabs(own[0])
+        return "".join(map(_content, files[by_interpreter:]))
     return ""
+
+
+def _content(file: Path) -> str:
+    return f"|{file.name}:{fingerprint(file)[:12]}"
 
 
 def comet(program: list[str], model: str) -> External:
@@ -132,14 +137,8 @@ def comet(program: list[str], model: str) -> External:
         raise UsageError(f"--comet {program[0]}: there is no such program; {expected}")
     files = "-s {source} -t {translation} -r {reference}"
     words = f"{command(*program)} {files} {command('--model', model)} --quiet --to_json {{output}}"
-    return External(
-        COMET,
-        words,
-        f"model:{model}{_contents(model)}",
-        partial(_of_comet, model),
-        100,
-        at_once=True,
-    )
+    signature = f"model:{model}{_content(Path(model)) if os.path.isfile(model) else ''}"
+    return External(COMET, words, signature, partial(_of_comet, model), 100, at_once=True)
 
 
 def _of_comet(model: str, file: Path) -> list[float]:

@@ -35,6 +35,7 @@ _WHOLE = "{} x --update-freq x processes ="  # the name of a size of all process
 _PRECISION = {f"--{name}" for name in ("fp16", "bf16", "fp16-no-flatten-grads", *OTHERS)}
 SELECTION = "selection"  # the values of `_SELECTING`, of the last start
 _SELECTING = ("--best-checkpoint-metric", "--maximize-best-checkpoint-metric", "--valid-subset")
+_SELECTING += ("--max-valid-steps", "--combine-valid-subsets", "--save-interval-updates")
 _SELECTING += tuple(
     f"--validate-{x}" for x in ("interval", "interval-updates", "sentences", "beam")
 )

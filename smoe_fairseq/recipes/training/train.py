@@ -221,9 +221,9 @@ def plan(
     if typed.get("--criterion", recipe.get("criterion")) != CRITERION:
         recipe.pop("save-interval-minutes", None)  # a flag of ours
     updates, interval = number("max-update"), number("log-interval")
-    every = typed.get("--validate-interval-updates")
-    if every and "--save-interval-updates" not in typed:  # the best of all validations is saved
-        recipe["save-interval-updates"] = every
+    every, saves = number("validate-interval-updates"), number("save-interval-updates")
+    if "--validate-interval-updates" in typed and "--save-interval-updates" not in typed and every:
+        recipe["save-interval-updates"] = min(every, saves or every)  # the best of all is saved
     if 0 < updates < 10 * interval:
         recipe["log-interval"] = max(1, updates // 10)
     launch = plan_launch(dataset.settings, [*arguments(recipe), *flags])
@@ -313,10 +313,10 @@ def _adapt_flags(
             warn(f"the batch differs from the requested size: {batch}")
         if batch.name == "release" and has_strata(flags) and "smoe-norm" not in flags:
             notes.append("# --smoe-norm released computes as the released code (docs/reproduce.md)")
-    own = dataset.own("train")
-    if dataset.own("precision") and (twice := [n for n in ("fp16", "bf16", "amp") if own.get(n)]):
+    own = {n for n in ("fp16", "bf16", "amp") if dataset.own("train").get(n)} - {dataset.precision}
+    if dataset.own("precision") and own:
         raise UsageError(
-            f"{dataset.file}: `precision` and `train.{twice[0]}`: expected one of them"
+            f"{dataset.file}: `precision` and `train.{min(own)}`: expected one of them"
         )
     # `fp16` and `bf16` in `train` of a data set are `precision: auto` and `precision: bf16`.
     flags.pop("fp16", None)
