@@ -267,8 +267,14 @@ def test_what_a_program_gives_is_looked_at(model, prepared):
     assert model.translate("1 2", beam=np.int64(2), source_lang="fr", lenpen=np.float64(1.0))
     with pytest.raises(UsageError, match="empty"):
         SMoETransformerModel.from_pretrained([])
-    with pytest.raises(UsageError, match="match_source_len"):  # not a default of later calls
-        SMoETransformerModel.from_pretrained(prepared / "runs/tiny/smoe-2-2", match_source_len=True)
+    run, only_fairseqs = prepared / "runs/tiny/smoe-2-2", {"match_source_len": True}
+    other = SMoETransformerModel.from_pretrained(run, **only_fairseqs)
+    expected = model.translate(texts, source_lang="fr", **only_fairseqs)
+    assert other.translate(texts, source_lang="fr") == expected
+    with pytest.raises(UsageError, match="match_source_len"):
+        other.translations(texts, source_lang="fr")
+    with pytest.raises(UsageError, match="lm_path"):
+        SMoETransformerModel.from_pretrained(run, lm_path="nowhere.pt")
 
 
 def test_a_sentence_that_is_too_long_is_divided_or_named(model):
