@@ -215,10 +215,10 @@ def test_a_model_of_the_same_tensors_that_computes_otherwise(
     small_corpus, sparse, tmp_path, flag, value
 ):
     file = changed(sparse, tmp_path / "checkpoint_last.pt", lambda state: None)
-    free = ("--moe-balance-over", "update", "--encoder-layerdrop", 0.1)  # of training alone
+    free = ("--moe-second-expert-policy", "all", "--encoder-layerdrop", 0.1)  # of training alone
     result = train_smoe(small_corpus, tmp_path, *free, flag, value, "--max-update", 9, check=False)
     refused(result, file, flag)
-    assert not {"layerdrop", "balance"} & {*re.split(r"[\s-]", result.stdout.splitlines()[-1])}
+    assert not {"layerdrop", "policy"} & {*re.split(r"[\s-]", result.stdout.splitlines()[-1])}
     assert len(list(tmp_path.glob("*.pt"))) == 1
 
 
