@@ -37,6 +37,7 @@ TRAINING = """dropout attention_dropout activation_dropout encoder_layerdrop dec
     offload_activations min_params_to_wrap share_all_embeddings share_decoder_input_output_embed
     max_source_positions max_target_positions""".split()
 _LIMIT = "moe_capacity_factor"
+_AS_LIKED = {"moe_eval_capacity_factor", "moe_drop_order", "moe_bias_step"}  # in each training
 # fairseq's options that change the forward pass in ways that our model does not support.
 _UNSUPPORTED = (
     *("adaptive_input", "adaptive_softmax_cutoff", "cross_self_attention", "no_cross_attention"),
@@ -173,16 +174,14 @@ def other_model(content: Mapping, config) -> dict[str, str]:
     With some of them all tensors fit, as with another number of attention heads, or another gate.
     """
     before, now = (_flat(values_of(each)) for each in (saved_model(content), config))
-    training = of_training(before)
-    flags = {}
-    for name in SMoETransformerConfig.names():
-        is_limit = name == _LIMIT and name not in training
-        if name in before.keys() & now and name not in training and (is_limit or not is_free(name)):
-            flags |= differing_flags({name: before[name]}, now)
-            if name in flags and before[name] is False and getattr(SMoETransformerConfig, name):
-                flags[name] = flag_of(f"no_{name}")
-            elif name in flags and before[name] == 0 and before[name] is not False:
-                flags[name] = f"{flag_of(name)} 0"
+    skipped = of_training(before) | _AS_LIKED
+    names = [n for n in SMoETransformerConfig.names() if n in before.keys() & now.keys() - skipped]
+    flags = differing_flags({name: before[name] for name in names}, now)
+    for name in flags:  # not the default: False and 0 have to be typed
+        if before[name] is False and getattr(SMoETransformerConfig, name):
+            flags[name] = flag_of(f"no_{name}")
+        elif before[name] == 0 and before[name] is not False:
+            flags[name] = f"{flag_of(name)} 0"
     return flags
 
 
