@@ -80,7 +80,7 @@ def print_checks(dataset: Dataset, binary: Path, workers: int = 1) -> None:
     message = "\n    ".join(["the text has faults:", *lines])
     if settings:  # as lines that can be pasted
         in_the_way = "clean" in settings and not dataset.settings.raw
-        text = f", {raw.put_away(folders.raw)}" if in_the_way else ""
+        text = raw.put_away(folders.raw) if in_the_way else ""
         advice = f"delete {folders.binary}{text} and prepare again"
         message += f"\nTo mend them, set in {dataset.file}, {advice}:\n"
         message += yaml.safe_dump(settings, default_flow_style=None, sort_keys=False, width=1000)

@@ -98,7 +98,7 @@ def _is_prepared(dataset: Dataset, flags: Sequence[str]) -> bool:
     if changed := _changed(dataset, flags):
         # Text that was gathered is used again, unless RAW names its source.
         if changed in ("`raw`", "`source`", "`clean`") and not dataset.settings.raw:
-            advice = f"delete it and {raw.put_away(folders.raw)} to prepare it again"
+            advice = f"delete it{raw.put_away(folders.raw)} to prepare it again"
         raise UsageError(f"{folders.binary} was prepared with other {changed}: {advice}")
     print(f"{folders.binary} is prepared already: {advice}")
     return True

@@ -110,15 +110,16 @@ def check_settings(dataset: Dataset, text: Path) -> None:
     now = settings_of(dataset)
     before = read_json(text / GATHERED) if (text / GATHERED).exists() else now | {"clean": {}}
     if changed := next((key for key in now if before.get(key) != now[key]), None):
-        advice = "to gather its text again, or give another folder with the text by --raw"
-        fault = f"{text} was not made with this `{changed}`"
-        raise UsageError(f"{fault}: {put_away(text)} {advice}")
+        advice = "delete it to gather its text again, or give another folder with the text by --raw"
+        if not (text / GATHERED).exists():
+            advice = "move it elsewhere and give it by --raw"
+        raise UsageError(f"{text} was not made with this `{changed}`: {advice}")
 
 
 def put_away(raw: Path) -> str:
-    """The advice for text that is in the way: what was not gathered may be nowhere else."""
+    """The advice, behind "delete it", for text in the way: what was not gathered may be nowhere else."""
     gathered = (raw / GATHERED).exists()
-    return f"delete {raw}" if gathered else f"move {raw} elsewhere and give it by --raw"
+    return f" and {raw}" if gathered else f", move {raw} elsewhere and give it by --raw"
 
 
 def check_replaceable(target: Path, inputs: Iterable[Path]) -> None:
