@@ -61,11 +61,16 @@ def deferring_signals() -> Iterator[None]:
 
 
 @contextmanager
-def _handled(handler: Callable | int, applies: Callable = lambda action: True) -> Iterator[None]:
-    """In the context, ``handler`` handles those of `ENDING` to whose present action it ``applies``."""
+def _handled(
+    handler: Callable | int | None, applies: Callable = lambda action: True
+) -> Iterator[None]:
+    """In the context, ``handler`` handles those of `ENDING` to whose present action it ``applies``.
+
+    None: whatever is set in the context; the present actions are restored at its end, too.
+    """
     before = {n: action for n in ENDING if applies(action := signal.getsignal(n))}
     try:
-        for number in before:
+        for number in before if handler is not None else ():
             signal.signal(number, handler)
         yield
     finally:
@@ -79,12 +84,11 @@ def restoring_signals() -> Iterator[None]:
     if not _in_main_thread():
         yield
         return
-    before, told = {n: signal.getsignal(n) for n in ENDING}, signal.set_wakeup_fd(-1)
+    told = signal.set_wakeup_fd(-1)
     try:
-        yield
+        with _handled(None):
+            yield
     finally:
-        for number, action in before.items():
-            signal.signal(number, action)
         signal.set_wakeup_fd(told)
 
 

@@ -112,15 +112,12 @@ def check_options(cfg) -> None:
         raise UsageError(f"--valid-subset {subset}: --combine-valid-subsets expects valid")
     metric = _value(cfg, "checkpoint.best_checkpoint_metric")
     if metric in ("bleu", "chrf", "accuracy"):
-        translates = _value(cfg, "criterion.validate_sentences")
+        translates = metric == "accuracy" or _value(cfg, "criterion.validate_sentences")
         if metric == "bleu":
             translates = translates or _value(cfg, "task.eval_bleu") or not _is_fairseqs(cfg.task)
         maximizes = _value(cfg, "checkpoint.maximize_best_checkpoint_metric")
         for flags, are_set in (
-            (
-                f"--validate-sentences{' or --eval-bleu' * (metric == 'bleu')}",
-                translates or metric == "accuracy",
-            ),
+            (f"--validate-sentences{' or --eval-bleu' * (metric == 'bleu')}", translates),
             ("--maximize-best-checkpoint-metric", maximizes),
         ):
             if not are_set:

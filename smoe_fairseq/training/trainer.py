@@ -116,9 +116,8 @@ class SMoETrainer(Trainer):
         launch.hold_folder(self.cfg.checkpoint)
         self.folder = launch.folder_identity(self.cfg.checkpoint.save_dir)
         program.set_early_stop({})
-        vars(checkpoint_utils.save_checkpoint).pop(
-            "best", None
-        )  # of a training before, in this process
+        # The best number of a training before, in this process.
+        vars(checkpoint_utils.save_checkpoint).pop("best", None)
         translations.check(self.get_criterion(), self.get_model())
         program.change("get_valid_stats", translations.score_by_translations)
         program.change("validate", program.save_if_validation_fails)
@@ -254,9 +253,7 @@ class SMoETrainer(Trainer):
     def _continue_selection(self, extra_state: dict) -> None:
         """Continue to select the best checkpoint and to count for ``--patience``, if by the same numbers."""
         before, now = values_of(extra_state.get(program.SELECTED_BY)), program.selected_by(self.cfg)
-        if all(
-            now.get(name) == value for name, value in before.items()
-        ):  # earlier versions had fewer
+        if all(now.get(name) == before[name] for name in before):  # earlier versions had fewer
             program.set_early_stop(extra_state.get(program.EARLY_STOP, {}))
             return
         changed = "validation has changed since the checkpoint was saved"

@@ -280,18 +280,16 @@ class Translator(TrainedModel):
         def prepare(saved, overrides: dict, data: str) -> None:
             if instead := _OTHERS.get(task_name(saved.task)):
                 raise UsageError(f"{first} {instead}")
-            own = overrides.keys() & values_of(saved.generation).keys() - vars(Options()).keys()
-            if unread := sorted(filter(_OF_COMMANDS.match, own)):
-                raise UsageError(f"{unread[0]}: only commands of fairseq read it")
-            of_fairseq.update(own)
             # A multilingual task gets its direction later.
             if task_name(saved.task) != MULTILINGUAL:
                 given = {name: lang for name, lang in languages.items() if lang is not None}
                 overrides |= check_languages(first, saved.task, given, data)
 
-        of_fairseq: set[str] = set()
         translator = super().of_run(first, checkpoint_file, data, prepare, **overrides)
-        translator.of_fairseq = of_fairseq
+        searching = values_of(translator.cfg.generation).keys() - vars(Options()).keys()
+        translator.of_fairseq = overrides.keys() & searching
+        if unread := sorted(filter(_OF_COMMANDS.match, translator.of_fairseq)):
+            raise UsageError(f"{unread[0]}: only commands of fairseq read it")
         translator.source_lang, translator.target_lang = source_lang, target_lang
         for other in others:
             more = cls.of_run(other, checkpoint_file, data, source_lang, target_lang, **overrides)

@@ -166,8 +166,7 @@ def other_settings(saved: dict, words: Sequence[str], processes: int, data: Path
     own[_TRAINED] = limits(flag_values(words))
     if not saved["dictionary"] or not data.exists():
         own["dictionary"] = saved["dictionary"]
-    left_out = {*NOT_OF_A_STUDY}
-    left_out |= {"--finetune-from-model"} if STARTED in saved["flags"] else set()
+    left_out = NOT_OF_A_STUDY | _of_start(saved["flags"])
     for each in (saved, own):
         flags = each["flags"] | each[_TRAINED]
         each["flags"] = {name: value for name, value in flags.items() if name not in left_out}
@@ -187,10 +186,7 @@ def differing(records: Mapping[str, dict], left_out: Collection[str] = ()) -> li
         found += [f"{' and '.join(kinds.values())} have different {what}"] * (len(kinds) > 1)
     flags = {run: each["flags"] | each.get(_TRAINED, {}) for run, each in saved.items()}
     names = dict.fromkeys(name for own in flags.values() for name in own)
-    left_out = {*left_out, "--seed", *(_LIMITS if unended else ())}
-    left_out |= (
-        {"--finetune-from-model"} if any(STARTED in own for own in flags.values()) else set()
-    )
+    left_out = {*left_out, "--seed", *(_LIMITS if unended else ()), *_of_start(names)}
     for name in (name for name in names if name not in left_out):
         (first, one), *others = ((run, own.get(name)) for run, own in flags.items())
         if other := next((o for o in others if not _equal(name, one or "", o[1] or "")), None):
@@ -200,6 +196,11 @@ def differing(records: Mapping[str, dict], left_out: Collection[str] = ()) -> li
             shown = (f"no {flag}" if v is None else f"{flag} {v}{whole}".strip() for _, v in both)
             found.append(" and ".join(f"{run} has {v}" for (run, _), v in zip(both, shown)))
     return found
+
+
+def _of_start(flags: Collection[str]) -> set[str]:
+    """The flag with a path of each run, where `STARTED` tells the model from which it began."""
+    return {"--finetune-from-model"} if STARTED in flags else set()
 
 
 def record(run: Path) -> dict:
