@@ -18,7 +18,7 @@ from test_training import train as train_smoe
 
 from smoe_fairseq.checkpoints import average, sets
 from smoe_fairseq.checkpoints.content import fingerprint
-from smoe_fairseq.checkpoints.model import TRAINING
+from smoe_fairseq.checkpoints.model import of_training
 from smoe_fairseq.checkpoints.reading import made_of
 from smoe_fairseq.checkpoints.sets import Shards
 from smoe_fairseq.compat.checkpoint_names import rank_file
@@ -289,7 +289,7 @@ def test_settings_of_training_alone_may_differ(run_of_one, tmp_path):
     )
     files = [run_of_one / names()[0], changed(run_of_one / names()[1], tmp_path / "o.pt", other)]
     call("average", *files, "--output", tmp_path / "mean.pt")
-    assert {*TRAINING} < {*SMoETransformerConfig.names()}
+    assert of_training({}) < {*SMoETransformerConfig.names()}
     for n in (0, 1):  # experts that choose tokens do so within their limit, in evaluation, too
         gate = {"moe_gate": "expert-choice", "moe_capacity_factor": n + 1.0}
         set_gate = lambda state: state["cfg"]["model"].update(gate)  # noqa: B023, E731

@@ -23,21 +23,22 @@ SIDES = ("encoder", "decoder")
 NORM_OPTION = "smoe_norm"  # how inner layer norms and residuals are computed
 # From router_NAME_loss_coef of a config for transformers to moe_NAME_loss_wt of the criterion.
 LOSS_WEIGHTS = {"aux": "gate", "z": "z", "entropy": "entropy"}
-# Parts of the names of options of a single training.
-OF_A_RUN = ("freeze", "activations", "min_params")
-# Likewise of options that change neither the names of weights nor what a model computes without dropout and
-# limits.
-_FREE = """drop max_source max_target expert_parallel execution capacity_factor policy init_scale
-    bias_step""".split()
-# Settings that change training, limits or the execution alone, and not what the same tensors compute.
-TRAINING = """dropout attention_dropout activation_dropout encoder_layerdrop decoder_layerdrop freeze
-    moe_threshold_step moe_balance_over smoe_capacity_budget moe_capacity_factor cmr_gate_drop
-    moe_second_expert_policy moe_dropout_per moe_gate_init_scale moe_output_init_scale moe_gating_dropout
-    moe_hash_table moe_hash_seed moe_execution expert_parallel checkpoint_activations
-    offload_activations min_params_to_wrap share_all_embeddings share_decoder_input_output_embed
-    max_source_positions max_target_positions""".split()
+# Options of a single training: frozen parts, and what saves memory.
+OF_A_RUN = {"freeze", "checkpoint_activations", "offload_activations", "min_params_to_wrap"}
+# Options that each training of a model may set as it likes: they change training, limits or the execution.
+_OF_TRAINING = OF_A_RUN.union(
+    """dropout attention_dropout activation_dropout encoder_layerdrop decoder_layerdrop cmr_gate_drop
+    moe_dropout_per moe_gating_dropout moe_capacity_factor moe_second_expert_policy moe_gate_init_scale
+    moe_output_init_scale moe_bias_step moe_execution expert_parallel max_source_positions
+    max_target_positions""".split()
+)
+_OF_EVALUATION = {"moe_eval_capacity_factor", "moe_drop_order"}  # likewise
+# Options that do not change what the same tensors compute.
+_NOT_OF_TENSORS = _OF_TRAINING.union(
+    """moe_threshold_step moe_balance_over smoe_capacity_budget moe_hash_table moe_hash_seed
+    share_all_embeddings share_decoder_input_output_embed""".split()
+)
 _LIMIT = "moe_capacity_factor"
-_AS_LIKED = {"moe_eval_capacity_factor", "moe_drop_order", "moe_bias_step"}  # in each training
 # fairseq's options that change the forward pass in ways that our model does not support.
 _UNSUPPORTED = (
     *("adaptive_input", "adaptive_softmax_cutoff", "cross_self_attention", "no_cross_attention"),
@@ -165,7 +166,7 @@ def is_moe_option(option: str) -> bool:
 
 def is_free(option: str) -> bool:
     """Whether each training of a model may set the option as it likes."""
-    return any(part in option for part in (*_FREE, *OF_A_RUN))
+    return option in _OF_TRAINING | _OF_EVALUATION
 
 
 def other_model(content: Mapping, config) -> dict[str, str]:
@@ -174,7 +175,7 @@ def other_model(content: Mapping, config) -> dict[str, str]:
     With some of them all tensors fit, as with another number of attention heads, or another gate.
     """
     before, now = (_flat(values_of(each)) for each in (saved_model(content), config))
-    skipped = of_training(before) | _AS_LIKED
+    skipped = of_training(before) | _OF_EVALUATION
     names = [n for n in SMoETransformerConfig.names() if n in before.keys() & now.keys() - skipped]
     flags = differing_flags({name: before[name] for name in names}, now)
     for name in flags:  # not the default: False and 0 have to be typed
@@ -186,9 +187,9 @@ def other_model(content: Mapping, config) -> dict[str, str]:
 
 
 def of_training(options: Mapping) -> set[str]:
-    """`TRAINING` for these options: experts that choose their tokens have a limit in evaluation, too."""
+    """`_NOT_OF_TENSORS` of these options: experts that choose tokens have their limit in evaluation, too."""
     gate = GATES.get(options.get("moe_gate"))
-    return {*TRAINING} - ({_LIMIT} if gate and gate.needs_capacity else set())
+    return _NOT_OF_TENSORS - ({_LIMIT} if gate and gate.needs_capacity else set())
 
 
 def _flat(values: Mapping) -> dict:

@@ -197,7 +197,7 @@ def size_flags(options: Mapping, experts: bool = False) -> dict:
     """
     default = SMoETransformerConfig()
     names = [n for n in SMoETransformerConfig.names() if is_moe_option(n) == experts]
-    known = [n for n in names if n in options and not any(part in n for part in OF_A_RUN)]
+    known = [n for n in names if n in options and n not in OF_A_RUN]
     changed = {n: v for n in known if (v := options[n]) != getattr(default, n)}
     return {
         flag_of(f"no_{n}" if v is False else n)[2:]: v is False or v for n, v in changed.items()
