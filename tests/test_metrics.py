@@ -36,6 +36,9 @@ def test_as_of_the_command(tmp_path, settings):
 def test_flags_and_lengths_are_checked():
     with pytest.raises(UsageError, match="sacrebleu: .*--no-such"):
         metrics.score(["a"], ["a"], {"no-such": 5})
+    for name, value in {"paired-bs": True, "sentence-level": True, "subset": "a"}.items():
+        with pytest.raises(UsageError, match=f"--{name}"):
+            metrics.check_tokenizer({"chrf-word-order": 2, name: value}, "de")
     with pytest.raises(UsageError, match="1 translations and 2 references"):
         metrics.score(["a"], ["a", "b"], {})
 

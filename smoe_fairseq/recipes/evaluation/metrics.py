@@ -6,13 +6,14 @@ from argparse import Namespace
 from collections.abc import Sequence
 
 from smoe_fairseq.errors import UsageError, quietly
-from smoe_fairseq.flags import refusing_flags
+from smoe_fairseq.flags import flag_of, refusing_flags
 from smoe_fairseq.languages import bleu_tokenizer
 from smoe_fairseq.recipes.evaluation import scores
 from smoe_fairseq.recipes.program_flags import Flags, arguments
 
 AUTO = "auto"  # value of `sacrebleu.tokenize`: by target language
 DEFAULT = "13a"
+_SCORING = ("metrics", "bleu_", "chrf_", "ter_", "confidence", "width")  # of which a score is made
 _MODULES = {"ja-mecab": "MeCab", "ko-mecab": "mecab_ko"}  # of sacreBLEU's extras ja and ko
 
 
@@ -31,11 +32,13 @@ def flags_for(settings: Flags, language: str, metric: str) -> Flags:
 
 
 def check_tokenizer(settings: Flags, language: str) -> None:
-    """Raise UsageError if sacreBLEU does not know a flag, or lacks BLEU or the tokenizer."""
+    """Raise UsageError if sacreBLEU does not know or need a flag, or lacks BLEU or the tokenizer."""
     chosen = tokenizer_of(settings, language)
-    metrics = parsed(settings | {"tokenize": chosen}).metrics
-    if "bleu" not in metrics:
-        raise UsageError(f"--metrics {' '.join(metrics)}: expected bleu among them")
+    given, default = (vars(parsed(each)) for each in (settings | {"tokenize": chosen}, {}))
+    if "bleu" not in given["metrics"]:
+        raise UsageError(f"--metrics {' '.join(given['metrics'])}: expected bleu among them")
+    for name in (n for n in given if not n.startswith(_SCORING) and given[n] != default[n]):
+        raise UsageError(f"sacrebleu: {flag_of(name)} does not change a score; leave it out")
     if chosen in _MODULES and importlib.util.find_spec(_MODULES[chosen]) is None:
         raise UsageError(
             f"sacreBLEU's tokenizer {chosen}, for {language}, is not installed: "
