@@ -15,7 +15,7 @@ from smoe_fairseq.analysis.figures import draw_sentence, save, warn_of_missing
 from smoe_fairseq.analysis.record import collect
 from smoe_fairseq.errors import UsageError, quietly
 from smoe_fairseq.files import refuse_existing, whole_folder
-from smoe_fairseq.flags import add_flag, decoded, positive
+from smoe_fairseq.flags import add_flag, decoded, positive, with_value
 from smoe_fairseq.modules import Strata
 
 EXAMPLE_TOKENS = 16  # approximate length of the report's example
@@ -135,10 +135,10 @@ def run_analyze(args: Namespace) -> None:
         raise UsageError("--output is missing: name a folder for the results")
     if args.output is not None:
         refuse_existing(args.output, f"--output {args.output}")
-    if args.sentence is not None and (args.log or args.sentences):
-        raise UsageError(
-            f"--{'log' if args.log else 'sentences'}: expected no --sentence beside it"
-        )
+    of_a_subset = {"log": None, "sentences": None, "gen_subset": "valid", "min_count": MIN_COUNT}
+    for name, default in of_a_subset.items():
+        if args.sentence is not None and (value := getattr(args, name)) != default:
+            raise UsageError(f"{with_value(name, value)}: expected no --sentence beside it")
     with quietly():
         model, task, directions, subset = inputs.load_inputs(args)
         if args.sentence is not None and args.lang_pairs and len(directions) > 1:
