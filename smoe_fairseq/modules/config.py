@@ -268,8 +268,8 @@ class MoEConfig:
     )
     gate_normalization: str = fast_option(
         "after-drop",
-        "when the weights of a token's experts are divided by their sum: after dropping, before "
-        "it, or never",
+        "when the weights of a token's experts, if several, are divided by their sum: after "
+        "dropping, before it, or never",
         choices=("after-drop", "before-drop", "none"),
         harmless=("none",),
     )
