@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from commands import refused, run, run_step, smoe, succeeded, train
+from commands import config_of, load, refused, run, run_step, smoe, succeeded, train
 from plain_loops import PADDING, D, make_block, make_input
 from sampling import soak
 from serving import JSON, Serving
@@ -156,7 +156,24 @@ def test_logits_of_another_shape_are_refused():
         block(torch.randn(3, D))
 
 
-@pytest.mark.parametrize("wrong", ["rounds=many", "rounds=nan", "turns=3"])
+def test_a_default_that_the_plugin_changes_is_not_that_of_an_older_checkpoint(
+    small_corpus, tmp_path
+):
+    words = ["--user-dir", f"{ROOT}/smoe_fairseq:{tmp_path}/own.py", "--moe-gate", "sinkhorn"]
+    words += ["--arch", "smoe_transformer_tiny", "--max-update", "2"]
+    words += ["--criterion", "smoe_label_smoothed_cross_entropy"]
+    (tmp_path / "own.py").write_text(PLUGIN.read_text())
+    succeeded(train(small_corpus, tmp_path / "run", *words))
+    saved = config_of(load(tmp_path / "run/checkpoint_last.pt"), "model")
+    assert saved["moe_gate_options"] == "rounds=20"
+    succeeded(train(small_corpus, tmp_path / "run", *words, "--max-update", "3"))
+    changed = PLUGIN.read_text().replace('"rounds": 20', '"rounds": 2')
+    (tmp_path / "own.py").write_text(changed)
+    said = train(small_corpus, tmp_path / "run", *words, "--max-update", "4", check=False)
+    refused(said, "--moe-gate-options rounds=20")
+
+
+@pytest.mark.parametrize("wrong", ["rounds=many", "rounds=nan", "turns=3", "rounds=1,rounds=3"])
 def test_numbers_of_a_gate_are_checked(wrong, balancing):
     with pytest.raises(ValueError, match="gate_options"):
         StratifiedMoE(D, D, gate="sinkhorn", gate_options=wrong)

@@ -46,11 +46,13 @@ def parse_numbers(text: str, known: Collection[str]) -> dict[str, float]:
     """The numbers of ``NAME=NUMBER,NAME=NUMBER``.
 
     Raises:
-        ValueError: a name is not known, or a number is none, or not finite; one sentence.
+        ValueError: a name is not known, or there twice, or a number is none, or not finite; one sentence.
     """
     numbers = {}
     for item in filter(None, text.split(",")):
         name, _, number = item.partition("=")
+        if name in numbers:
+            raise ValueError(f"{item}: expected {name} once")
         if name not in known:
             expected = f"names of {', '.join(known)}" if known else "none"
             raise ValueError(f"{item}: expected {expected}")
@@ -61,6 +63,13 @@ def parse_numbers(text: str, known: Collection[str]) -> dict[str, float]:
         if not math.isfinite(numbers[name]):
             raise ValueError(f"{item}: expected a number, such as {name}=0.01")
     return numbers
+
+
+def number_text(numbers: Mapping[str, float]) -> str:
+    """What `parse_numbers` reads."""
+    return ",".join(
+        f"{name}={float(number)!r}".removesuffix(".0") for name, number in numbers.items()
+    )
 
 
 def plugins_of(parts: Iterable[tuple[str, str]]) -> dict[str, str]:

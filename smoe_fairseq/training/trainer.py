@@ -26,7 +26,7 @@ from smoe_fairseq.host_memory import keep_freed_memory
 from smoe_fairseq.models import transformer
 from smoe_fairseq.models.memory import same_batch
 from smoe_fairseq.modules.experts import cast_once
-from smoe_fairseq.modules.registry import plugins_of
+from smoe_fairseq.modules.registry import number_text, plugins_of
 from smoe_fairseq.training import (
     launch,
     program,
@@ -100,6 +100,10 @@ class SMoETrainer(Trainer):
         launch.check_language_pairs(cfg, model)
         if cfg.optimization.use_bmuf and (flag := learns_by_updates([model])):
             raise UsageError(f"{flag} with --use-bmuf: gates would differ between ranks")
+        numbers = [block.gates[0].numbers for block in transformer.moe_blocks(model).values()]
+        if numbers and numbers[0] and all(numbers[0] == each for each in numbers):
+            with open_dict(cfg):  # also the defaults, which a plugin may change
+                cfg.model.moe_gate_options = number_text(numbers[0])
         self.expert_placement = place = transformer.placement_of(model)
         self.save_name = self.epoch_iterator = None
         self.crash_name = sharded_checkpoints.new_save_name()
