@@ -571,6 +571,10 @@ def test_folders_that_tell_pairs_apart(tmp_path, dataset):
     ):
         path = "en-ha/train.en.gz" if ".gz" in url else "en-ha/train.en"
         assert remote_files(replace(own, raw=raw | {"url": url}))[0].name == path
+    odd = raw | {"files": "{pair}/é 1#100%.{split}.{language}"}
+    (remote, *_) = remote_files(replace(own, raw=odd))
+    assert remote.name == "en-ha/é 1#100%.train.en"
+    assert remote.url == "https://x/en-ha/%C3%A9%201%23100%25.train.en"
     own = replace(own, raw=raw | {"files": "{pair}/text.{split}.{language}"})
     assert find(replace(own, pairs=("en-sw",)), tmp_path, "train", "en-sw")
     assert find(own, tmp_path, "train", "en-sw") is None

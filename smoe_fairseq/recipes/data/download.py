@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from urllib.parse import urlsplit
+from urllib.parse import quote, urlsplit
 
 from smoe_fairseq.errors import UsageError
 from smoe_fairseq.files import check_plain, open_plain, put_in_place, whole_folder, write_whole
@@ -59,11 +59,13 @@ def remote_files(dataset: Dataset) -> list[Remote]:
     """
     if url := dataset.raw.get("url"):
         checksums, names, apart = dataset.raw.get("sha256", {}), {}, tells_apart(dataset)
+        path = urlsplit(url).path
         for name, *_ in all_publisher_names(dataset):
-            address = url.format(file=name)
+            encoded = quote(re.sub(r"%(?![0-9A-Fa-f]{2})", "%25", name), safe="/%")
+            address = url.format(file=encoded)
             # ?download=1 is not of the name; ?name={file} is.
-            behind = "{file}" in url and "{file}" not in Path(urlsplit(url).path).name
-            file = Path(name if behind else urlsplit(address).path).name
+            behind = "{file}" in url and "{file}" not in Path(path).name
+            file = Path(name if behind else path.format(file=name)).name
             names[address] = file if apart else str(Path(name).with_name(file))
         files = {*names.values()}
         unused, without = checksums.keys() - files, files - checksums.keys()
