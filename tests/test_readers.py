@@ -821,13 +821,15 @@ def test_the_table_tells_what_is_odd(tmp_path):
     for language in ("en", "fr"):  # the test set is in the training text
         tests = (raw / f"test.en-fr.{language}").read_bytes()
         with open(raw / f"train.en-fr.{language}", "ab") as train:
-            train.write(tests + b'"the ""same"""\n' + b"x\n\n"[: 2 + (language == "en")])
+            long = b"of more than sixty words " * 13 + b"\n"
+            train.write(tests + b'"the ""same"""\n' + long + b"x\n\n"[: 2 + (language == "en")])
         with open(raw / f"valid.en-fr.{language}", "ab") as valid:
             valid.write(tests.splitlines(keepends=True)[0])
     content = {"subwords": {"vocab-size": 60}, "train": {"max-source-positions": 30}}
+    content["clean"] = {"max-words": 60}
     given = write_dataset(tmp_path / "c", "tiny", pairs=["en-fr"], **content)
     done = step_here("prepare", "tiny", cwd=tmp_path, RAW=str(raw), WORKERS="1", **given)
-    refused(done, "train.en-fr.fr 314")
+    refused(done, "train.en-fr.fr 315")
     (raw / "train.en-fr.en").write_bytes((raw / "train.en-fr.en").read_bytes()[:-1])
     done = succeeded(step_here("prepare", "tiny", cwd=tmp_path, RAW=str(raw), WORKERS="1", **given))
     assert "\u2581" not in done.stderr
@@ -839,9 +841,10 @@ def test_the_table_tells_what_is_odd(tmp_path):
     )
     found = dict(zip(header, row, strict=True))
     assert found[TESTS].startswith("12 / 12 / 12") and "overlap: drop" in done.stderr
-    assert found["read"] == "314" and found["best chrF++"] == "100.0"
+    assert found["read"] == "315" and found["kept"] == "314" and found["too long"] == "1"
+    assert found["best chrF++"] == "100.0"
     block = yaml.safe_load(done.stderr[done.stderr.index("\nclean:") :])
-    assert block == {"clean": {"overlap": "drop", "quotes": "strip"}}
+    assert block == {"clean": {"max-words": 60, "overlap": "drop", "quotes": "strip"}}
     assert ".partial" not in done.stdout
     assert done.stderr.count("warning: ") == 1 and f"{tmp_path / 'c'}" in done.stderr
     assert "delete data/tiny/bin and prepare again" in done.stderr

@@ -35,9 +35,10 @@ _LEGEND = f"""
 read, kept: pairs of the training text, before and after cleaning. Pairs that were dropped, or kept with a
 fault: empty: a side is empty; repeated: an earlier pair is the same; equal: both sides are the same;
 overlap: a side is also in the test set or, with clean.overlap, in the validation set; over 1:{MAX_RATIO}: one
-side has more than {MAX_RATIO} times the words of the other; too long: longer than the model allows, never
-trained on. Tests in training: distinct test sentences that are also in the kept text; unknown: tokens
-without a subword; best BLEU, best chrF++: the highest scores that are possible with these subwords"""
+side has more than {MAX_RATIO} times the words of the other; too long: dropped by clean.max-words, or longer
+than the model allows and never trained on. Tests in training: distinct test sentences that are also in the
+kept text; unknown: tokens without a subword; best BLEU, best chrF++: the highest scores that are possible
+with these subwords"""
 
 
 @dataclass
@@ -120,7 +121,9 @@ def _row(dataset: Dataset, folders: Folders, binary: Path, tests_of: dict, pair:
     counts["tests"], counts["validated tests"] = len(tests), sum(x in validation for x in tests)
     counts["empty tests"] = sum(not (source and target) for source, target in tests)
     row.leaked = {side: len(texts) for side, texts in faults.leaked.items()}
+    dropped = counts["max-words"] if dataset.clean.get("max-words") else 0
     counts.update(_binarised(dataset, binary, pair))
+    counts["long"] = dropped + counts["too long"]
     model = read_subwords(binary / "spm.model")
     for language, text in zip(languages, zip(*tests)):
         bleu, chrf = reachable(model, [*text], tokenizer_of(dataset.sacrebleu, language))
@@ -175,7 +178,7 @@ def _table(rows: list[Row]) -> str:
     header += [f"over 1:{MAX_RATIO}", "too long", TESTS, "unknown", "best BLEU", "best chrF++"]
     body = []
     for row in rows:
-        names = ("read", "kept", "empty", "repeated", "equal", "overlap", "max-ratio", "too long")
+        names = ("read", "kept", "empty", "repeated", "equal", "overlap", "max-ratio", "long")
         leaked = " / ".join(map(str, row.leaked.values()))
         scores = ["-" if x is None else f"{x:.1f}" for x in (row.bleu, row.chrf)]
         marked = "" if row.chrf is None or row.chrf >= REACHABLE else " (!)"
