@@ -72,6 +72,7 @@ UNTRANSLATED = {  # options that fairseq would ignore, or that end in a KeyError
         "--shard-id 1": "--shard-id 1",
         "--constraints": "--constraints",
         "--print-step": "--print-step",
+        "--score-reference --task multilingual_translation --lang-pairs src-tgt": "--score-reference",
         "--match-source-len --diversity-rate 0.5": "--match-source-len and --diversity-rate",
         "--max-source-positions 1 --skip-invalid-size-inputs-valid-test": "--gen-subset test",
     },
