@@ -222,6 +222,7 @@ def test_what_is_refused_has_one_sentence(server, name):
 def test_other_requests_are_refused(server):
     for method, path, headers, status, sentence in (
         ("GET", "/translate", {}, 405, "Method Not Allowed: expected POST"),
+        ("POST", "/translate/", JSON, 404, "/translate/ does not exist: expected /"),
         ("POST", "/", {}, 405, "Method Not Allowed: expected "),
         ("GET", "/page/../engine.py", {}, 404, "/page/../engine.py does not exist: expected /"),
         # A page of another origin can send this one without asking first.

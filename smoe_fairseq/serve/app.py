@@ -153,6 +153,7 @@ class WebApp:
             exception_handlers={HTTPException: _http_error, Exception: _internal_error},
             lifespan=self._lifespan,
         )
+        app.router.redirect_slashes = False  # its redirection has no body, and may lose https
         return Guard(app, hosts)  # outermost, so that errors also get the headers
 
     def stop(self) -> None:
