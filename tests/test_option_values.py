@@ -194,6 +194,22 @@ def test_experts_without_a_balance_loss_are_told_of(corpus, tmp_path):
         assert told.count("has no loss for load balance") == count
 
 
+def test_a_weight_without_its_loss_is_told_of(corpus, tmp_path):
+    words = [*TINY, *OURS.split(), "--moe-gate-loss-wt", 0.3, "--warmup-updates", 0]  # refused
+    for gate, is_told in (("relu", True), ("topk", False)):
+        command = (
+            "fairseq-train",
+            corpus,
+            "--save-dir",
+            tmp_path / gate,
+            *words,
+            "--moe-gate",
+            gate,
+        )
+        told = run(*command, check=False).stdout
+        assert ("--moe-gate-loss-wt 0.3 has no effect" in told) == is_told
+
+
 def test_a_stack_trace_can_be_asked_for(corpus, tmp_path):
     command = ("fairseq-train", corpus, "--save-dir", tmp_path, *TINY, "--warmup-updates", 0)
     quiet = run(*command, check=False).stdout

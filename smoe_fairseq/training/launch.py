@@ -135,13 +135,19 @@ def _expect_dropped_layers(cfg) -> None:
 def _check_weights(cfg) -> None:
     """Refuse weights, except for 0 and the defaults, of losses that an option or a gate adds.
 
-    The weight of the balance loss is accepted for all gates, since a data set's file may set it for all.
+    The weight of the balance loss, which a data set's file may set for all gates, gets a warning.
     """
     from fairseq.criterions import CRITERION_DATACLASS_REGISTRY
 
     from smoe_fairseq.models.options import DecoderOptions
 
     model = DecoderOptions.of(cfg.model)
+    default = CRITERION_DATACLASS_REGISTRY[cfg.criterion._name]
+    alpha, kind = cfg.criterion.moe_gate_loss_wt, GATES[str(model.moe_gate)]
+    learns = (kind.has_balance_loss or kind.in_decoder) and model.moe_balance == "loss"
+    if not learns and alpha not in (0, default.moe_gate_loss_wt):
+        without = f"--moe-gate {model.moe_gate} --moe-balance {model.moe_balance}"
+        logger.warning("--moe-gate-loss-wt %s has no effect with %s", alpha, without)
     kinds = [name for name, kind in GATES.items() if kind.has_entropy_loss]
     gates = f"--moe-gate {' or '.join(kinds)}"
     for name, has_loss, expected in (
@@ -151,8 +157,7 @@ def _check_weights(cfg) -> None:
         ("smoe_capacity_budget_wt", model.smoe_capacity_budget, "--smoe-capacity-budget"),
     ):
         value = getattr(cfg.criterion, name)
-        default = getattr(CRITERION_DATACLASS_REGISTRY[cfg.criterion._name], name)
-        if not has_loss and value not in (0, default):
+        if not has_loss and value not in (0, getattr(default, name)):
             raise UsageError(f"{flag_of(name)} {value}: expected it with {expected}")
 
 
