@@ -51,12 +51,17 @@ def trained(english, tmp_path_factory):
     return get
 
 
+def of_eval_lm(data, checkpoint) -> list:
+    words = [data, "--user-dir", PLUGIN, "--path", checkpoint, "--cpu", "--gen-subset", "valid"]
+    return [*words, "--tokens-per-sample", 48, "--num-workers", 0]
+
+
 def eval_lm(data, checkpoint, *more) -> tuple[float, float, int]:
     """Loss, perplexity and number of tokens."""
-    output = run(
-        *("fairseq-eval-lm", data, "--user-dir", PLUGIN, "--path", checkpoint, "--cpu"),
-        *("--gen-subset", "valid", "--tokens-per-sample", 48, "--num-workers", 0, *more),
-    ).stdout
+    return evaluated(run("fairseq-eval-lm", *of_eval_lm(data, checkpoint), *more).stdout)
+
+
+def evaluated(output: str) -> tuple[float, float, int]:
     found = re.search(r"Loss \(base 2\): ([\d.]+), Perplexity: ([\d.]+)", output)
     tokens = int(re.search(r"Evaluated (\d+) tokens", output)[1])
     return float(found[1]), float(found[2]), tokens
@@ -73,6 +78,12 @@ def test_it_learns_and_eval_lm_agrees_with_validation(english, trained, mode):
     assert tokens == len(valid_tokens(english))
     assert 1 <= float(of.valid["valid_requested_capacity"]) <= 2
     assert "valid_decoder.layer.1/requested_capacity" in of.valid
+
+
+def test_the_first_of_several_ranks_evaluates_the_whole_text(ranks, english, trained, tmp_path):
+    words = of_eval_lm(english, trained("none").checkpoint)
+    of_two = ranks.start(tmp_path, 2, *words, command="fairseq-eval-lm").finish()
+    assert evaluated(of_two.output(0)) == eval_lm(english, trained("none").checkpoint)
 
 
 @pytest.mark.parametrize(

@@ -125,6 +125,14 @@ def translate_input(original, cfg):
     return original(cfg)
 
 
+@replaces("fairseq_cli.eval_lm:main")
+def evaluate_whole_text(original, cfg, **others):
+    # Each of several ranks evaluates all; fairseq would print the loss of the first one's part.
+    place = getattr(cfg, "distributed_training", cfg)
+    place.distributed_world_size, place.distributed_rank = 1, 0
+    return original(cfg, **others)
+
+
 def _check_search(cfg, command: str) -> None:
     """Raise UsageError for options of a search that exclude each other, or that the command cannot follow."""
     options = cfg.generation
