@@ -195,19 +195,17 @@ def test_experts_without_a_balance_loss_are_told_of(corpus, tmp_path):
 
 
 def test_a_weight_without_its_loss_is_told_of(corpus, tmp_path):
-    words = [*TINY, *OURS.split(), "--moe-gate-loss-wt", 0.3, "--warmup-updates", 0]  # refused
-    for gate, is_told in (("relu", True), ("topk", False)):
-        command = (
-            "fairseq-train",
-            corpus,
-            "--save-dir",
-            tmp_path / gate,
-            *words,
-            "--moe-gate",
-            gate,
-        )
-        told = run(*command, check=False).stdout
-        assert ("--moe-gate-loss-wt 0.3 has no effect" in told) == is_told
+    words = [*TINY, *OURS.split(), "--smoe-strata", 4, "--warmup-updates", 0]  # which is refused
+    for flag, more, is_told in (
+        ("--moe-gate-loss-wt 0.3", "--moe-gate relu", True),
+        ("--moe-gate-loss-wt 0.3", "--moe-gate topk", False),
+        ("--moe-z-loss-wt 0.3", "--moe-gate hash", True),
+        ("--moe-z-loss-wt 0.3", "--moe-gate relu", False),
+        ("--moe-entropy-loss-wt 0.3", "--moe-freq 0", True),
+    ):
+        command = ("fairseq-train", corpus, "--save-dir", tmp_path / "run", *words)
+        told = run(*command, *flag.split(), *more.split(), check=False).stdout
+        assert (f"{flag} has no effect" in told) == is_told, told
 
 
 def test_a_stack_trace_can_be_asked_for(corpus, tmp_path):

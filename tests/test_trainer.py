@@ -1,12 +1,13 @@
 """Who asks for fairseq's trainer gets ours, whatever the command; who asks for another gets that one."""
 
+import importlib.util
 import os
 import subprocess
 import sys
 
 import pytest
 import torch
-from commands import PLUGIN, SCRIPTS, TINY, WITH_PLUGIN, run, run_python, succeeded
+from commands import PLUGIN, SCRIPTS, TINY, WITH_PLUGIN, refused, run, run_python, succeeded
 from programs import wait_until
 from ranks import fairseq_train, train_with
 from sampling import soak
@@ -43,6 +44,15 @@ def test_every_command_trains_with_ours(small_corpus, tmp_path, name):
         run(*COMMANDS[name], *words, fresh=True)
     last = torch.load(tmp_path / "checkpoint_last.pt", weights_only=True)
     assert OURS in last and last["extra_state"]["early_stop"]["best"] > 0
+
+
+@pytest.mark.parametrize("by_path", [False, soak(True)])
+def test_a_file_of_fairseq_that_is_the_program_is_patched(by_path):
+    """Else its own functions would be fairseq's."""
+    name = "fairseq_cli.generate"
+    start = (importlib.util.find_spec(name).origin,) if by_path else ("-m", name)
+    words = ("no/data", "--user-dir", PLUGIN, "--path", "no.pt", "--cpu", "--shard-id", 3)
+    refused(run("python", *start, *words, check=False, fresh=True), "--shard-id 3")
 
 
 FIRST = ["fairseq_cli.train", "smoe_fairseq.training.trainer", "smoe_fairseq.translate.search"]

@@ -9,11 +9,13 @@ The start-up hook loads this package without its parent. Inside it, write ``from
 ``from . import file`` would import the parent.
 """
 
-import importlib
+import importlib.util
 import logging
+import sys
 import warnings
 from collections.abc import Sequence
 from importlib import metadata
+from pathlib import Path
 
 from smoe_fairseq.errors import UsageError
 
@@ -81,6 +83,12 @@ def install(patches: Sequence[tuple[str, Action]] = PATCHES) -> None:
     logging.getLogger("fairseq.tasks.text_to_speech").setLevel(logging.WARNING)  # no advertisement
     for module, patch in patches:
         when_imported(module, patch)
+    file = Path(getattr(sys.modules["__main__"], "__file__", None) or "")
+    if "fairseq" not in sys.modules and file.parent.name == "fairseq_cli":
+        # The program is a file of fairseq, by its path or `python -m`, which would not be patched.
+        spec = importlib.util.find_spec(name := f"fairseq_cli.{file.stem}")
+        if spec and file.samefile(spec.origin):
+            sys.exit(importlib.import_module(name).cli_main())
 
 
 def register() -> None:

@@ -97,6 +97,8 @@ def check_before_training(call_main, cfg, *others, **options):
     if cfg.common.cpu and cfg.distributed_training.distributed_backend == "nccl":
         cfg.distributed_training.distributed_backend = "gloo"  # fairseq's default is for GPUs only
     _expect_dropped_layers(cfg)
+    if getattr(cfg.criterion, "_name", None) == "smoe_label_smoothed_cross_entropy":
+        _check_weights(cfg)
     if _has_experts(cfg.model):
         if cfg.distributed_training.ddp_backend == "fully_sharded":
             raise UsageError(
@@ -135,30 +137,35 @@ def _expect_dropped_layers(cfg) -> None:
 def _check_weights(cfg) -> None:
     """Refuse weights, except for 0 and the defaults, of losses that an option or a gate adds.
 
-    The weight of the balance loss, which a data set's file may set for all gates, gets a warning.
+    Those of the balance loss and the z-loss, and all in a dense model, get a warning, since a data set's file
+    may set them for all methods.
     """
     from fairseq.criterions import CRITERION_DATACLASS_REGISTRY
 
     from smoe_fairseq.models.options import DecoderOptions
 
-    model = DecoderOptions.of(cfg.model)
+    model, has_experts = DecoderOptions.of(cfg.model), _has_experts(cfg.model)
     default = CRITERION_DATACLASS_REGISTRY[cfg.criterion._name]
-    alpha, kind = cfg.criterion.moe_gate_loss_wt, GATES[str(model.moe_gate)]
-    learns = (kind.has_balance_loss or kind.in_decoder) and model.moe_balance == "loss"
-    if not learns and alpha not in (0, default.moe_gate_loss_wt):
-        without = f"--moe-gate {model.moe_gate} --moe-balance {model.moe_balance}"
-        logger.warning("--moe-gate-loss-wt %s has no effect with %s", alpha, without)
     kinds = [name for name, kind in GATES.items() if kind.has_entropy_loss]
-    gates = f"--moe-gate {' or '.join(kinds)}"
+    if (kind := GATES.get(str(model.moe_gate))) is None:  # which is refused later
+        return
+    learns = (kind.has_balance_loss or kind.in_decoder) and model.moe_balance == "loss"
     for name, has_loss, expected in (
-        ("moe_entropy_loss_wt", model.moe_gate in kinds, gates),
+        ("moe_gate_loss_wt", learns, "a --moe-gate with a balance loss, and --moe-balance loss"),
+        ("moe_z_loss_wt", kind.has_logits, "a --moe-gate with logits"),
+        ("moe_entropy_loss_wt", model.moe_gate in kinds, f"--moe-gate {' or '.join(kinds)}"),
+        ("moe_losses", True, ""),
         ("cmr_gate_loss_wt", model.moe_cmr, "--moe-cmr"),
         ("cmr_gate_loss_p", model.moe_cmr, "--moe-cmr"),
         ("smoe_capacity_budget_wt", model.smoe_capacity_budget, "--smoe-capacity-budget"),
     ):
         value = getattr(cfg.criterion, name)
-        if not has_loss and value not in (0, getattr(default, name)):
-            raise UsageError(f"{flag_of(name)} {value}: expected it with {expected}")
+        if has_loss and has_experts or value in (0, getattr(default, name)):
+            continue
+        given, expected = f"{flag_of(name)} {value}", expected if has_experts else "experts"
+        if has_experts and name not in ("moe_gate_loss_wt", "moe_z_loss_wt"):
+            raise UsageError(f"{given}: expected it with {expected}")
+        logger.warning(f"{given} has no effect; expected it with {expected}")
 
 
 def _check_criterion(cfg) -> None:
@@ -167,8 +174,6 @@ def _check_criterion(cfg) -> None:
 
     name = getattr(cfg.criterion, "_name", None)
     kind = CRITERION_REGISTRY.get(name)
-    if name == "smoe_label_smoothed_cross_entropy":
-        _check_weights(cfg)
     # A user's criterion may contain ours, as may fairseq's composite_loss.
     if kind is None or not kind.__module__.startswith("fairseq.") or name == "composite_loss":
         return

@@ -1,7 +1,6 @@
 """Changes to ``fairseq-train`` (position in an epoch, validation, early stopping) and to translation."""
 
 import atexit
-import inspect
 import os
 import queue
 import sys
@@ -156,18 +155,9 @@ def _check_search(cfg, command: str) -> None:
 
 def change(name: str, function: Callable) -> None:
     """Replace a function of the program by ``function(original, ...)``; a second call changes nothing."""
-    program = _program()
+    program = sys.modules.get(PROGRAM)
     if hasattr(program, name) and not hasattr(getattr(program, name), "__wrapped__"):
         replace(program, name, function)
-        # In a rank that `python -m` has spawned, the module is a copy of what its functions see.
-        inspect.unwrap(program.main).__globals__[name] = getattr(program, name)
-
-
-def _program():
-    """The module of the program, which has another name after ``python -m``; None in another program."""
-    main = sys.modules["__main__"]
-    started = getattr(getattr(main, "__spec__", None), "name", None)
-    return main if started == PROGRAM else sys.modules.get(PROGRAM)
 
 
 def save_if_validation_fails(validate, cfg, trainer, task, epoch_itr, subsets):
@@ -213,13 +203,13 @@ def selected_by(cfg) -> dict[str, str | int]:
 
 def early_stop() -> dict[str, float]:
     """The best number so far and the validations since; empty before the first."""
-    stop = getattr(_program(), "should_stop_early", None)
+    stop = getattr(sys.modules.get(PROGRAM), "should_stop_early", None)
     values = {name: getattr(stop, name, None) for name in _ATTRIBUTES}
     return {name: value for name, value in values.items() if value is not None}
 
 
 def set_early_stop(state: Mapping[str, float]) -> None:
     """Continue to count from this state."""
-    stop = getattr(_program(), "should_stop_early", None)
+    stop = getattr(sys.modules.get(PROGRAM), "should_stop_early", None)
     for name in _ATTRIBUTES if stop is not None else ():
         setattr(stop, name, state.get(name))

@@ -25,6 +25,7 @@ class HashGate(Gate):
     options = frozenset({"hash_table"})
     extra_input = "id"
     top_k = 1
+    has_logits = False
     single_stratum = True
     unprunable = "a table with an expert for every token of the dictionary"
 

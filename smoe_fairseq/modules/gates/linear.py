@@ -47,6 +47,7 @@ class Gate(nn.Module):
     target: int = 1  # experts per token, where their number is learnt
     # Training.
     has_balance_loss: bool = False
+    has_logits: bool = True  # whether its routings have them, for the z-loss
     has_entropy_loss: bool = False
     own_loss: str = ""  # the name in the log of the loss in its routings; empty: they have none
     learner: str = ""  # the submodule that learns from counts by its `update`, not by gradient
