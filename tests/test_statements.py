@@ -4,6 +4,7 @@ import math
 
 import pytest
 
+from smoe_fairseq.recipes.compare.grid import markdown
 from smoe_fairseq.recipes.compare.statements import (
     Statement,
     difference,
@@ -99,8 +100,9 @@ def test_seeds_trained_differently_and_diverged_runs_are_left_out():
 def test_the_table_and_the_picture():
     rows = [3.10, 3.12, 3.08, 3.11, 3.09]
     runs = systems(moe=rows, dense=[x + 0.1 + 0.001 * i for i, x in enumerate(rows)])
-    statements = [Statement("experts", "moe", "dense")]
+    statements = [Statement("experts | all", "moe", "dense")]
     grid = table(statements, runs, {"moe": 1.8, "dense": 1.5})
+    assert r"| experts \| all " in markdown(grid)
     cells = dict(zip(grid.header, grid.rows[0]))
     assert cells["seeds"] == "5" and cells["FLOPs"] == "+20%"
     assert cells["loss"].startswith("-0.102 [") and grid.rows[0][5] == AHEAD
