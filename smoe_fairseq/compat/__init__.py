@@ -24,7 +24,7 @@ from .option_values import check_options  # noqa: F401
 from .patches import is_fairseq_command  # noqa: F401
 from .patches_data import join_bytes  # noqa: F401
 from .patches_training import wrap_any_model  # noqa: F401
-from .replacing import PATCHES, Action, when_imported
+from .replacing import PATCHES, Action, WaitingFinder, when_imported
 
 __all__ = ["ADDITIONS", "PATCHES", "install", "register", "require_fairseq"]
 
@@ -71,21 +71,31 @@ ADDITIONS = (
 _installed = False
 
 
-def install(patches: Sequence[tuple[str, Action]] = PATCHES) -> None:
-    """Install the patches, once; another version of fairseq is not patched, with a warning."""
+def install(patches: Sequence[tuple[str, Action]] = PATCHES):
+    """Install the patches, once; another version of fairseq is not patched, with a warning.
+
+    Returns fairseq's spec, whose import will run `_run_program`, if it has not been imported; else None.
+    """
     global _installed
     if _installed:
-        return
+        return None
     _installed = True
     if message := version_error():
         warnings.warn(message, stacklevel=2)
-        return
+        return None
     logging.getLogger("fairseq.tasks.text_to_speech").setLevel(logging.WARNING)  # no advertisement
     for module, patch in patches:
         when_imported(module, patch)
+    if "fairseq" in sys.modules:
+        return None
+    when_imported("fairseq", _run_program)
+    return WaitingFinder.find_spec("fairseq")
+
+
+def _run_program(_) -> None:
+    """Run a file of fairseq that is the program, by its path or ``python -m``, as a command: patched."""
     file = Path(getattr(sys.modules["__main__"], "__file__", None) or "")
-    if "fairseq" not in sys.modules and file.parent.name == "fairseq_cli":
-        # The program is a file of fairseq, by its path or `python -m`, which would not be patched.
+    if file.parent.name == "fairseq_cli":
         spec = importlib.util.find_spec(name := f"fairseq_cli.{file.stem}")
         if spec and file.samefile(spec.origin):
             sys.exit(importlib.import_module(name).cli_main())

@@ -68,16 +68,16 @@ def when_imported(name: str, action: Action) -> None:
             module.__spec__.__class__ = _WatchedSpec
         else:
             action(module)
-    _WaitingFinder.actions.setdefault(name, []).append(action)
-    if _WaitingFinder not in sys.meta_path:
-        sys.meta_path.insert(0, _WaitingFinder)
+    WaitingFinder.actions.setdefault(name, []).append(action)
+    if WaitingFinder not in sys.meta_path:
+        sys.meta_path.insert(0, WaitingFinder)
 
 
 def _pattern(name: str) -> str:
     return f"{name.partition('.')[0]}.*"
 
 
-class _WaitingFinder:
+class WaitingFinder:
     """Finds modules by the other finders, for the actions at the end of their import."""
 
     actions: dict[str, list[Action]] = {}
@@ -100,6 +100,6 @@ class _WatchedSpec(ModuleSpec):
         super().__setattr__(name, value)
         module = sys.modules.get(self.name)  # missing after an error
         if name == "_initializing" and not value and module is not None:
-            actions = _WaitingFinder.actions
+            actions = WaitingFinder.actions
             for action in [*actions.get(self.name, ()), *actions.get(_pattern(self.name), ())]:
                 action(module)

@@ -3,8 +3,8 @@
 fairseq has to be patched before its first line runs, long before it reads ``--user-dir``. So setup.py
 installs two files next to the package: ``smoe_fairseq.pth``, a line that Python runs whenever it starts,
 and a copy of this file as ``_smoe_fairseq_startup``. The line adds a finder to ``sys.meta_path`` that calls
-``patch_fairseq`` when fairseq is imported, and finds nothing itself. It imports this file only then, since
-an import would slow down the start of every program.
+``patch_fairseq`` when fairseq is imported. It imports this file only then, since an import would slow down
+the start of every program.
 """
 
 import importlib.machinery
@@ -12,12 +12,11 @@ import importlib.util
 import sys
 
 
-def patch_fairseq() -> None:
-    """Install the patches, before the import of fairseq continues."""
+def patch_fairseq():
+    """Install the patches, before the import of fairseq continues by the spec that this returns, if any."""
     for part in ("errors", "files", "forms", "compat"):
         module = load(".".join(("smoe_fairseq", part)))
-    if module:
-        module.install()
+    return module.install() if module else None
 
 
 def load(name: str):
