@@ -187,6 +187,16 @@ def test_packed_weights_translate_as_fairseq_does(system, monkeypatch):
         quantize(model)
 
 
+def test_sentences_draw_different_numbers():
+    """Of equal probabilities, all sentences would else have the same samples."""
+    model, task = sharp("--smoe-strata", "4-4"), make_task(96)
+    torch.nn.init.zeros_(model.decoder.output_projection.weight)
+    asked = SearchOptions(1, sampling=True, max_len_b=6)
+    found = BeamSearch(task.target_dictionary, asked).generate([model], batch(task))
+    samples = {tuple(hypotheses[0]["tokens"].tolist()) for hypotheses in found}
+    assert len(samples) == len(LENGTHS)
+
+
 @pytest.mark.parametrize("options", [{}, {"sampling_topk": 3}, {"sampling_topp": 0.6}])
 def test_samples_follow_the_probabilities_and_the_seed(options):
     model, task = sharp("--smoe-strata", "4-4"), make_task(96)

@@ -227,7 +227,8 @@ class _Run:
         drawn = []
         for ids_S in source_BS:
             ids = ids_S[ids_S != self.pad].cpu().numpy().astype("<i8")
-            generator = torch.Generator().manual_seed(zlib.crc32(ids.tobytes()) << 32 | seed)
+            # Of a seed, torch reads 32 bits.
+            generator = torch.Generator().manual_seed(zlib.crc32(ids.tobytes(), seed))
             shape = self.last_step + 1, self.beam
             drawn.append(torch.rand(*shape, generator=generator, dtype=torch.float64).t())
         self.drawn_BWT = torch.stack(drawn).to(source_BS.device)
