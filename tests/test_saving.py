@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from commands import run_python
+from commands import run_python, succeeded, train
 from programs import wait_until
 from sampling import soak
 from test_expert_parallel import flags
+from test_lock import SMALL
 from test_several_processes import LAST, assert_same_bits, content
 
 from smoe_fairseq import locks
@@ -26,6 +27,14 @@ def begin(ranks, corpus, folder, mode, *more):
     run = ranks.start(folder.with_name("logs"), number, *words, one=number == 1)
     wait_until(lambda: run.output(0).count("num_updates") > 3 or 1 in run.statuses())
     return run, own
+
+
+def test_an_updates_checkpoint_at_the_end_of_an_epoch_is_kept(small_corpus, tmp_path):
+    words = ("--batch-size", 10, "--save-interval-updates", 5, "--keep-interval-updates", 2)
+    more = ("--max-epoch", 3, "--required-batch-size-multiple", 1)
+    succeeded(train(small_corpus, tmp_path, *SMALL, *words, *more))
+    kept = sorted(file.name for file in tmp_path.glob("checkpoint*.pt"))
+    assert kept == ["checkpoint_2_10.pt", "checkpoint_3_15.pt", "checkpoint_last.pt"]
 
 
 def updates(folder) -> int:

@@ -33,8 +33,11 @@ RESETS = "--reset-optimizer --reset-lr-scheduler --reset-dataloader --reset-mete
 def save_sets(original, cfg, trainer, epoch_itr, val_loss):
     """Save one file per rank, as a set, if experts are sharded.
 
-    If the folder was moved, the run ends once fairseq has saved in a new folder of that name.
+    If the folder was moved, the run ends once fairseq has saved in a new folder of that name. With
+    ``--no-epoch-checkpoints``, the checkpoint of an update is kept also at the end of an epoch.
     """
+    if cfg.no_epoch_checkpoints:
+        epoch_itr = _WithinEpoch(epoch_itr)
     if getattr(trainer, "expert_placement", None) is None:
         original(cfg, trainer, epoch_itr, val_loss)
     else:
@@ -44,6 +47,19 @@ def save_sets(original, cfg, trainer, epoch_itr, val_loss):
     if timer := getattr(trainer, "save_timer", None):
         timer.saved = time.monotonic()
     _check_folder(cfg.save_dir, trainer)
+
+
+class _WithinEpoch:
+    """A position in the data that is never the end of an epoch; all else is that of fairseq's iterator."""
+
+    def __init__(self, iterator):
+        self.iterator = iterator
+
+    def __getattr__(self, name: str):
+        return getattr(self.iterator, name)
+
+    def end_of_epoch(self) -> bool:
+        return False
 
 
 def _check_folder(save_dir: str, trainer) -> None:
