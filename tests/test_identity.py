@@ -112,6 +112,15 @@ def test_another_method_or_dictionary_may_not_be_forced(run, started, tmp_path):
     assert "other dictionaries" in run(force=True) and "--force-resume" not in run()
 
 
+def test_another_order_of_languages_may_not_be_forced(run, tmp_path):
+    """It is that of the dictionary's language tokens."""
+    assert run("--langs", "a,b") is None
+    save(tmp_path / "runs/x/moe")
+    for force in (False, True):
+        said = run("--langs", "b,a", "--lr", "1", force=force)
+        assert "--langs a,b, not with --langs b,a" in said and "or add --force-resume" not in said
+
+
 def test_what_is_trained_is_trained_again_only_to_go_further(run, started):
     folder = ["--save-dir", str(started)]
     identity.finish([*WORDS, *folder, "--stop-time-hours", "1"])  # stopped, not finished

@@ -124,8 +124,11 @@ def claim(
                 _write(file, now)
             return unfinished
         otherwise = "choose another --run-dir for a new run"
-        fixed = own | {"flags": saved["flags"], TEXT: None}
-        if _difference(saved, fixed, data):  # in method or dictionaries
+        langs = {name: own["flags"][name] for name in {"--langs"} & own["flags"].keys()}
+        fixed = own | {"flags": saved["flags"] | langs, TEXT: None}
+        if _difference(
+            saved, fixed, data
+        ):  # in method, dictionaries or the order of language tokens
             end = ", which --force-resume is not for" * force
             raise UsageError(f"{folder} {difference}{end}: {otherwise}")
         if not force:
