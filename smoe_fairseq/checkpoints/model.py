@@ -143,8 +143,7 @@ def transformer_options(path: Path, state: Mapping) -> dict:
         UsageError: as `known_options`; or the model has experts.
     """
     if has_experts(state):
-        dense = "a dense model (--moe-freq 0), whose feed-forward networks become experts"
-        raise UsageError(f"{path} has experts: expected {dense}")
+        raise UsageError(f"{path} has experts: expected a dense model (--moe-freq 0)")
     options = known_options(path, state)
     return {name: value for name, value in options.items() if not is_moe_option(name)}
 
