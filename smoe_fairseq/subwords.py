@@ -147,15 +147,28 @@ def check_order(file: Path | str, known: str | None, *vocabularies: Sequence[str
 
 
 def check_pieces(subwords: Path, words: list[str]) -> None:
-    """Raise UsageError if the sentencepiece model is invalid, or a third of the words are no pieces of it."""
+    """Raise UsageError if the sentencepiece model is invalid, or words are no pieces of it.
+
+    Characters that it does not cover are words of its text, too. So it is refused for a third of the words,
+    or for a hundredth that it would divide into several pieces.
+    """
     model = read_subwords(subwords)
     numbers = model.piece_to_id(words)
     unknown = [w for w, number in zip(words, numbers, strict=True) if number == model.unk_id()]
-    _refuse_unknown(subwords, unknown, words)
+    _refuse_unknown(subwords, unknown, words, 1 / 3)
+    plain = [w for w in unknown if not _TAG.fullmatch(w)]
+    texts = [w.replace(BEGINS_WORD, " ") for w in plain]
+    others = [w for w, ids in zip(plain, model.encode(texts)) if model.unk_id() not in ids]
+    _refuse_unknown(subwords, others, words, 1 / 100)
 
 
-def _refuse_unknown(subwords: Path, unknown: list[str], words: list[str]) -> None:
-    if 3 * len(unknown) > len(words):
+_TAG = re.compile(r"\[.+\]|<.+>")  # such as [de_DE], which fairseq adds to a dictionary
+
+
+def _refuse_unknown(
+    subwords: Path, unknown: list[str], words: list[str], most: float = 1 / 3
+) -> None:
+    if len(unknown) > most * len(words):
         raise UsageError(
             f"{subwords} does not fit the dictionaries: {len(unknown):,} of {len(words):,} words are no "
             f"pieces of it, such as {unknown[0][:40]!r}"

@@ -32,6 +32,7 @@ from smoe_fairseq.recipes.data.normalization import plain
 from smoe_fairseq.recipes.data.raw import gather
 from smoe_fairseq.recipes.data.subwords import learn_from
 from smoe_fairseq.recipes.datasets import load_dataset
+from smoe_fairseq.subwords import check_pieces
 
 SHARED = Path(__file__).parents[2] / "shared/data"
 PAIRS = [("one two", "daya biyu"), ("a & b < c", "á ƙ\u200b ɗ"), ("the last", "na ƙarshe")]
@@ -700,6 +701,19 @@ def model_of(folder: Path, text: list[str], **options) -> sentencepiece.Sentence
 
 def reachable(model, lines: list[str]) -> float:
     return CHRF(word_order=2).corpus_score(model.decode(model.encode(lines)), [lines]).score
+
+
+def test_a_larger_model_of_the_same_text_does_not_fit(tmp_path):
+    text = [" ".join(random.Random(n).choices("abcdefgh", k=40)) for n in range(40)]
+    text += [line.replace(" ", "") for line in text]
+    for name, size in (("small", 60), ("large", 90)):
+        (tmp_path / name).mkdir()
+        model_of(tmp_path / name, text, vocab_size=size)
+    pieces = (tmp_path / "small/dict.txt").read_text("utf-8").splitlines()
+    words = [line.split()[0] for line in pieces] + ["猫", "[de_DE]"]
+    check_pieces(tmp_path / "small/spm.model", words)
+    with pytest.raises(UsageError, match="large/spm.model"):
+        check_pieces(tmp_path / "large/spm.model", words)
 
 
 def test_a_model_normalises_as_the_texts_are_cleaned(tmp_path):
