@@ -38,13 +38,17 @@ def check_languages(run, task, given: Mapping[str, str], data: str) -> dict[str,
     languages = sorted(file.name[len("dict.") : -len(".txt")] for file in folder.glob("dict.*.txt"))
     pairs = {file.name.split(".")[1] for file in folder.glob("*.*-*.*.idx")}  # train.en-de.en.idx
     pair = pairs.pop().split("-") if len(pairs) == 1 else ()  # fairseq infers it likewise
-    inferred = dict(zip(given, pair)) if len(pair) == len(given) == 2 else {}
+    inferred = dict(zip(_DIRECTION, pair)) if len(pair) == 2 else {}
+    direction = {n: getattr(task, n, None) or inferred.get(n) for n in _DIRECTION}
     for name, lang in given.items():
-        trained = getattr(task, name, None) or inferred.get(name)
+        trained = direction[name]
         names = _meant(lang, [trained] if trained else languages)
+        if not names and all(direction.values()):
+            expected = f"no such direction; expected {'-'.join(direction.values())}"
+            raise UsageError(f"{run}: language {lang!r}: {expected}")
         if len(names) != 1 or names[0] not in languages:
             expected = trained or ", ".join(names or languages)
-            raise UsageError(f"{run}: {name}={lang!r}: expected {expected}, with its dict.*.txt")
+            raise UsageError(f"{run}: language {lang!r}: expected {expected}, with its dict.*.txt")
         found[name] = names[0]
     return found
 
