@@ -278,6 +278,21 @@ def test_classes_where_english_is_second(tmp_path):
     assert ours["eng-xxx low"] == "25.00" and ours["xxx-eng all"] == "30.12"
 
 
+def test_directions_without_the_common_language_have_columns(tmp_path):
+    pairs = {"pairs": ["de-fr", "cs-de", "en-es"], "raw": {}, "classes": {"high": ["fr"]}}
+    write_dataset(tmp_path / "c", "own", **pairs, train={"arch": "smoe_transformer_tiny"})
+    scored = ("de-fr", "fr-de", "de-cs", "cs-de", "en-es", "es-en")
+    write_scores(tmp_path / "runs/own/moe", {d: 10.0 * i for i, d in enumerate(scored)})
+    words = ("own", "--format", "csv")
+    lines = table(tmp_path, *words, configs=str(tmp_path / "c")).stdout.splitlines()
+    (ours,) = csv.DictReader(line for line in lines if line.count(",") > 5)
+    found = {name: ours[name] for name in list(ours)[3:]}
+    assert found == {
+        **{"de-xxx all": "10.00", "de-xxx high": "0.00", "xxx-de all": "20.00"},
+        **{"xxx-de high": "10.00", "en-es": "40.00", "es-en": "50.00", "average": "25.00"},
+    }
+
+
 def test_opus100_averages_by_counted_sizes(tmp_path, monkeypatch):
     monkeypatch.setenv("CONFIG_DIR", str(ROOT / "configs"))
     languages = list(load_dataset("opus100").languages[1:])

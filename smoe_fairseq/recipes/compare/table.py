@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from smoe_fairseq.errors import UsageError, quietly
 from smoe_fairseq.forms import read_json
+from smoe_fairseq.languages import code_of
 from smoe_fairseq.recipes.compare.grid import FORMATS, Grid, number
 from smoe_fairseq.recipes.datasets import Dataset
 from smoe_fairseq.recipes.evaluation import metrics, scores
@@ -90,15 +91,17 @@ def _training_sizes(dataset: Dataset) -> dict[str, int] | None:
 
 
 def _by_class(dataset: Dataset, classes: Mapping[str, Sequence[str] | None]) -> list[Column]:
+    hub = "eng" if code_of(dataset.hub) == "en" else dataset.hub  # as in the paper's table
     parts = []
-    for side, position in (("eng-xxx", 0), ("xxx-eng", 1)):
+    for side, position in ((f"{hub}-xxx", 0), (f"xxx-{hub}", 1)):
         both = ((d, d.split("-")) for d in dataset.directions)
         other = {d: langs[1 - position] for d, langs in both if langs[position] == dataset.hub}
         parts.append(Column(f"{side} all", tuple(other)))
         for name, languages in classes.items():
             chosen = None if languages is None else tuple(d for d in other if other[d] in languages)
             parts.append(Column(f"{side} {name}", chosen))
-    return parts
+    without = (d for d in dataset.directions if dataset.hub not in d.split("-"))
+    return [*parts, *(Column(direction, (direction,)) for direction in without)]
 
 
 def print_table(dataset: Dataset, format: str, metric: str, compare: Sequence[str] | None) -> None:
