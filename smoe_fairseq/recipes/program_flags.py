@@ -13,15 +13,23 @@ FAIRSEQ_POSITIONS = 1024  # the default of --max-source-positions and --max-targ
 
 
 def arguments(flags: Flags) -> list[str]:
-    """Flags as command-line words: ``true`` gives the bare flag, ``false`` and null give nothing."""
+    """Flags as command-line words: ``true`` gives the bare flag, ``false`` and null give nothing.
+
+    A list gives several words, but of numbers, such as learning rates by epoch, one.
+    """
     words: list[str] = []
     for key, value in flags.items():
         if value is None or value is False:
             continue
         words.append(f"--{key}")
         if value is not True:
-            words += map(str, value if isinstance(value, list) else [value])
+            several = map(str, value if isinstance(value, list) else [value])
+            words += [",".join(several)] if _are_numbers(value) else several
     return words
+
+
+def _are_numbers(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(each, int | float) for each in value)
 
 
 def value_of(flags: Flags, name: str, default: Any) -> Any:
