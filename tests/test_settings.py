@@ -139,7 +139,7 @@ def test_what_a_file_may_not_hold(configs, content, words):
         ("train odd moe", "methods.moe.smoe-strata", "0-0"),
         # The value is what is unknown to the program, since the flag has none.
         *(("train odd moe", "train.share-all-embeddings", x) for x in ("0", "a b", 1)),
-        ("train odd moe", "train.adam-betas", [0.9, 0.97]),  # two words
+        ("train odd moe", "train.adam-betas", [0.9, "x"]),  # two words
         ("train odd moe", "train.adam-eps", 1),  # of another optimizer
         ("evaluate odd moe", "sacrebleu.metrics", "x"),
     ],
