@@ -259,9 +259,11 @@ def test_training_does_not_go_on_from_what_it_cannot(small_corpus, sparse, tmp_p
     assert file.read_bytes() == before and len(list(tmp_path.glob("*.pt"))) == 1
 
 
-@pytest.mark.parametrize("position, sentences", [(10**9, 50), soak(1, 49)])
-def test_a_position_in_other_data_is_named(small_corpus, sparse, tmp_path, position, sentences):
-    other = {"iterations_in_epoch": position, "sentences": sentences}
+@pytest.mark.parametrize(
+    "position, other", [(10**9, {}), soak(1, {"sentences": 49}), soak(1, {"tokens": 9})]
+)
+def test_a_position_in_other_data_is_named(small_corpus, sparse, tmp_path, position, other):
+    other = {"iterations_in_epoch": position, **other}
     file = changed(
         sparse,
         tmp_path / "checkpoint_last.pt",

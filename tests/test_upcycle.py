@@ -201,9 +201,12 @@ def test_the_command_that_is_printed_has_the_task(dense, tmp_path, capsys):
     assert all(flag in words for flag in (f"--task {task.task}", *flags))
 
 
-def test_a_published_model_without_state_of_its_training_translates(corpus, pre_norm, tmp_path):
+@pytest.mark.parametrize("more", [(), ("extra_state",)])
+def test_a_published_model_without_state_of_its_training_translates(
+    corpus, pre_norm, tmp_path, more
+):
     path = tmp_path / "published.pt"
-    torch.save({name: load(pre_norm)[name] for name in ("cfg", "model")}, path)
+    torch.save({name: load(pre_norm)[name] for name in ("cfg", "model", *more)}, path)
     words = ("--user-dir", PLUGIN)
     assert generate(corpus, path, *words) == generate(corpus, pre_norm, *words)
 

@@ -44,13 +44,13 @@ EXPECTED = {
     "optimizer_history": [{"num_updates": 0, "lr_scheduler_state": {}}],
     "extra_state": {"train_iterator": {"epoch": 1}},
 }
+_OLDER = {"optimizer_history": "best_loss", "extra_state": "epoch"}  # what earlier versions have
 
 
 @replaces("fairseq.checkpoint_utils:_upgrade_state_dict")
 def without_training_state(original, state):
-    if not {"optimizer_history", "best_loss", "extra_state", "epoch"} & state.keys():
-        state = state | copy.deepcopy(EXPECTED)
-    return original(state)
+    lacking = {n: v for n, v in EXPECTED.items() if not {n, _OLDER[n]} & state.keys()}
+    return original(state | copy.deepcopy(lacking))
 
 
 # A record in each file describes its experts, so that files of different sets cannot be combined.

@@ -24,7 +24,7 @@ from .option_values import check_options  # noqa: F401
 from .patches import is_fairseq_command  # noqa: F401
 from .patches_data import join_bytes  # noqa: F401
 from .patches_training import wrap_any_model  # noqa: F401
-from .replacing import PATCHES, Action, WaitingFinder, when_imported
+from .replacing import PATCHES, Action, WaitingFinder, when_imported  # noqa: F401
 
 __all__ = ["ADDITIONS", "PATCHES", "install", "register", "require_fairseq"]
 
@@ -71,25 +71,21 @@ ADDITIONS = (
 _installed = False
 
 
-def install(patches: Sequence[tuple[str, Action]] = PATCHES):
-    """Install the patches, once; another version of fairseq is not patched, with a warning.
-
-    Returns fairseq's spec, whose import will run `_run_program`, if it has not been imported; else None.
-    """
+def install(patches: Sequence[tuple[str, Action]] = PATCHES) -> bool:
+    """Install the patches, once, and return whether; another version of fairseq gets a warning alone."""
     global _installed
     if _installed:
-        return None
+        return False
     _installed = True
     if message := version_error():
         warnings.warn(message, stacklevel=2)
-        return None
+        return False
     logging.getLogger("fairseq.tasks.text_to_speech").setLevel(logging.WARNING)  # no advertisement
     for module, patch in patches:
         when_imported(module, patch)
-    if "fairseq" in sys.modules:
-        return None
-    when_imported("fairseq", _run_program)
-    return WaitingFinder.find_spec("fairseq")
+    if "fairseq" not in sys.modules:
+        when_imported("fairseq", _run_program)
+    return True
 
 
 def _run_program(_) -> None:

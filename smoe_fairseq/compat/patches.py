@@ -284,7 +284,7 @@ def _refuse_unknown(flag: str, name, *registries: Mapping) -> None:
     is_ours, near = name.startswith("smoe_"), nearest(name, registries[0])
     plugin = "$(smoe path), or your own plugin with `import smoe_fairseq` in its __init__.py"
     meant = f"did you mean {near}? " if near and near.startswith("smoe_") == is_ours else ""
-    user_dir = f"--user-dir {plugin}" if is_ours else "--user-dir"
+    user_dir = f"--user-dir {plugin}" if is_ours else "--user-dir, or SMOE_PLUGINS for smoe"
     raise UsageError(f"{flag} {name}: unknown; {meant}a name of a plugin needs {user_dir}")
 
 

@@ -13,10 +13,10 @@ import sys
 
 
 def patch_fairseq():
-    """Install the patches, before the import of fairseq continues by the spec that this returns, if any."""
+    """Install the patches, before the import of fairseq continues by the spec that this returns."""
     for part in ("errors", "files", "forms", "compat"):
         module = load(".".join(("smoe_fairseq", part)))
-    return module.install() if module else None
+    return module.WaitingFinder.find_spec("fairseq") if module and module.install() else None
 
 
 def load(name: str):

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 
+import numpy as np
 from fairseq.data.iterators import BackgroundConsumer, GroupedEpochBatchIterator
 from omegaconf import OmegaConf
 
@@ -35,7 +36,16 @@ def stop_loading() -> None:
 # rank, so it would repeat or skip a part of the epoch. Here batches of all ranks are counted. If the epoch
 # has another number of batches now, since the batch size has changed, the position is scaled.
 
-RANKS, BATCHES, SENTENCES = "ranks", "batches", "sentences"  # keys in addition to fairseq's
+# Keys in addition to fairseq's.
+RANKS, BATCHES, SENTENCES, TOKENS = "ranks", "batches", "sentences", "tokens"
+
+
+def _amounts(dataset) -> dict[str, int]:
+    """What tells other data apart: how much there is; tokens unless each epoch draws its sentences."""
+    sizes, amounts = getattr(dataset, "sizes", None), {SENTENCES: len(dataset)}
+    if isinstance(sizes, np.ndarray) and dataset.can_reuse_epoch_itr_across_epochs:
+        amounts[TOKENS] = int(sizes.sum())
+    return amounts
 
 
 @replaces("fairseq.data.iterators:EpochBatchIterator.state_dict")
@@ -44,19 +54,19 @@ def state_of_all_ranks(original, epochs):
     if isinstance(epochs, GroupedEpochBatchIterator):  # several data sets, in speech tasks
         return state
     now = {RANKS: epochs.num_shards, BATCHES: len(epochs.frozen_batches)}
-    return {**state, **now, SENTENCES: len(epochs.dataset)}
+    return {**state, **now, **_amounts(epochs.dataset)}
 
 
 @replaces("fairseq.data.iterators:EpochBatchIterator.load_state_dict")
 def resume_on_any_ranks(original, epochs, state):
     position = state.get("iterations_in_epoch", 0)
     if position and RANKS in state:  # earlier checkpoints lack it
-        before, found = state.get(SENTENCES), len(epochs.dataset)
-        if before not in (None, found):
-            raise UsageError(
-                f"the training data has {found} sentences, and had {before} when the checkpoint was saved "
-                "within its epoch: expected the same data, or --reset-dataloader to begin anew with these"
-            )
+        for name, found in _amounts(epochs.dataset).items():
+            if (before := state.get(name)) not in (None, found):
+                raise UsageError(
+                    f"the training data has {found} {name}, and had {before} when the checkpoint was saved "
+                    "within its epoch: expected the same data, or --reset-dataloader to begin anew with these"
+                )
         epochs.epoch = state["epoch"]
         now = len(epochs.frozen_batches)
         if (epochs.num_shards, now) != (state[RANKS], state[BATCHES]):
