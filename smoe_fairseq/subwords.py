@@ -162,7 +162,8 @@ def check_pieces(subwords: Path, words: list[str]) -> None:
     _refuse_unknown(subwords, others, words, 1 / 100)
 
 
-_TAG = re.compile(r"\[.+\]|<.+>")  # such as [de_DE], which fairseq adds to a dictionary
+# Words that stand for a language or a source, such as [de_DE] of fairseq, <2de> and >>deu<<.
+_TAG = re.compile(r"\[.+\]|<.+>|>>.+<<|2[a-z]{2,3}")
 
 
 def _refuse_unknown(

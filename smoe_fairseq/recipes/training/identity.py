@@ -126,9 +126,8 @@ def claim(
         otherwise = "choose another --run-dir for a new run"
         langs = {name: own["flags"][name] for name in {"--langs"} & own["flags"].keys()}
         fixed = own | {"flags": saved["flags"] | langs, TEXT: None}
-        if _difference(
-            saved, fixed, data
-        ):  # in method, dictionaries or the order of language tokens
+        # In the method, dictionaries, or the order of language tokens.
+        if _difference(saved, fixed, data):
             end = ", which --force-resume is not for" * force
             raise UsageError(f"{folder} {difference}{end}: {otherwise}")
         if not force:
