@@ -180,6 +180,13 @@ def test_overrides_that_change_nothing_are_named(corpus, post_norm, sparse, give
         refused(run("fairseq-validate", corpus, *words, check=False), f"--model-overrides {named}")
 
 
+def test_validation_may_name_our_criterion(small_corpus, sparse):
+    words = ["--path", sparse, "--user-dir", PLUGIN, "--cpu", "--max-tokens", 300]
+    run(
+        "fairseq-validate", small_corpus, *words, "--criterion", "smoe_label_smoothed_cross_entropy"
+    )
+
+
 def test_dropout_that_would_be_retained_in_part_is_refused(small_corpus, sparse):
     words = [*generation(small_corpus, sparse), "--user-dir", PLUGIN, "--retain-dropout"]
     refused(run("fairseq-generate", *words, check=False), "--retain-dropout: ")

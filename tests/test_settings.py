@@ -210,8 +210,8 @@ def test_methods_fill_in_experts_and_strata(configs):
     assert method_flags("smoe-2-4", dataset)["smoe-strata"] == "2-4"
     assert method_flags("smoe-2-0-4", dataset)["smoe-strata"] == "2-0-4"
     assert method_flags("pyramid-2-2-4", dataset)["smoe-strata"] == "2,2,4"
-    assert arguments({"lr": [0.1, 0.02], "metrics": ["bleu", "chrf"], "one": ["a"]}) == [
-        *("--lr", "0.1,0.02", "--metrics", "bleu", "chrf", "--one", "a")
+    assert arguments({"lr": [0.1, 0.02], "metrics": ["bleu", "chrf"], "none": []}) == [
+        *("--lr", "0.1,0.02", "--metrics", "bleu", "chrf", "--none")
     ]
     assert arguments({"a": True, "b": False, "c": None, "d": 0, "e": "x y"}) == [
         *("--a", "--d", "0", "--e", "x y")

@@ -175,7 +175,10 @@ def other_model(content: Mapping, config) -> dict[str, str]:
     """
     before, now = (_flat(values_of(each)) for each in (saved_model(content), config))
     skipped = of_training(before) | _OF_EVALUATION
-    if not before.get("moe_gate_options"):  # earlier versions did not save a gate's own defaults
+    numbers, others = ({*str(o.get("moe_gate_options") or "").split(",")} for o in (before, now))
+    if (
+        numbers - {""} <= others
+    ):  # a gate may have more now; earlier versions did not save its defaults
         skipped = {*skipped, "moe_gate_options"}
     names = [n for n in SMoETransformerConfig.names() if n in before.keys() & now.keys() - skipped]
     flags = differing_flags({name: before[name] for name in names}, now)

@@ -29,7 +29,11 @@ def arguments(flags: Flags) -> list[str]:
 
 
 def _are_numbers(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(each, int | float) for each in value)
+    return (
+        isinstance(value, list)
+        and value != []
+        and all(isinstance(each, int | float) for each in value)
+    )
 
 
 def value_of(flags: Flags, name: str, default: Any) -> Any:

@@ -97,7 +97,8 @@ def check_before_training(call_main, cfg, *others, **options):
     if cfg.common.cpu and cfg.distributed_training.distributed_backend == "nccl":
         cfg.distributed_training.distributed_backend = "gloo"  # fairseq's default is for GPUs only
     _expect_dropped_layers(cfg)
-    if getattr(cfg.criterion, "_name", None) == "smoe_label_smoothed_cross_entropy":
+    own = getattr(cfg.criterion, "_name", None) == "smoe_label_smoothed_cross_entropy"
+    if own and cfg.model is not None:  # as for fairseq-validate
         _check_weights(cfg)
     if _has_experts(cfg.model):
         if cfg.distributed_training.ddp_backend == "fully_sharded":

@@ -16,6 +16,7 @@ from omegaconf import OmegaConf
 from smoe_fairseq.compat.replacing import replace, replaces
 from smoe_fairseq.errors import UsageError
 from smoe_fairseq.flags import flag_of
+from smoe_fairseq.training.subword_sampling import SampledPairs
 
 PROGRAM = "fairseq_cli.train"
 LONGEST_LOADING = 10  # seconds for which the end of a run waits for a batch that is being loaded
@@ -41,8 +42,9 @@ RANKS, BATCHES, SENTENCES, TOKENS = "ranks", "batches", "sentences", "tokens"
 
 
 def _amounts(dataset) -> dict[str, int]:
-    """What tells other data apart: how much there is; tokens unless each epoch draws its sentences."""
-    sizes, amounts = getattr(dataset, "sizes", None), {SENTENCES: len(dataset)}
+    """What tells other data apart: how much there is; tokens where each epoch has the same ones."""
+    text = dataset.dataset if isinstance(dataset, SampledPairs) else dataset
+    sizes, amounts = getattr(text, "sizes", None), {SENTENCES: len(dataset)}
     if isinstance(sizes, np.ndarray) and dataset.can_reuse_epoch_itr_across_epochs:
         amounts[TOKENS] = int(sizes.sum())
     return amounts
