@@ -98,7 +98,9 @@ def check_before_training(call_main, cfg, *others, **options):
         cfg.distributed_training.distributed_backend = "gloo"  # fairseq's default is for GPUs only
     _expect_dropped_layers(cfg)
     own = getattr(cfg.criterion, "_name", None) == "smoe_label_smoothed_cross_entropy"
-    if own and cfg.model is not None:  # as for fairseq-validate
+    if own and hasattr(
+        cfg.model, "moe_gate"
+    ):  # a model of ours, which fairseq-validate does not know
         _check_weights(cfg)
     if _has_experts(cfg.model):
         if cfg.distributed_training.ddp_backend == "fully_sharded":
