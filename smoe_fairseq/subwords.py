@@ -162,8 +162,8 @@ def check_pieces(subwords: Path, words: list[str]) -> None:
     _refuse_unknown(subwords, others, words, 1 / 100)
 
 
-# Words that stand for a language or a source, such as [de_DE] of fairseq, <2de> and >>deu<<.
-_TAG = re.compile(r"\[.+\]|<.+>|>>.+<<|2[a-z]{2,3}")
+# Words that stand for a language or a source, such as __de__ and [de_DE] of fairseq, or for none.
+_TAG = re.compile(r"__.+__|\[.+\]|<.+>|>>.+<<|2[a-z]{2,3}|madeupword\d+")
 
 
 def _refuse_unknown(

@@ -710,7 +710,13 @@ def test_a_larger_model_of_the_same_text_does_not_fit(tmp_path):
         (tmp_path / name).mkdir()
         model_of(tmp_path / name, text, vocab_size=size)
     pieces = (tmp_path / "small/dict.txt").read_text("utf-8").splitlines()
-    words = [line.split()[0] for line in pieces] + ["猫", "[de_DE]", ">>deu<<", "2de"]
+    words = [line.split()[0] for line in pieces] + [
+        "猫",
+        "[de_DE]",
+        ">>deu<<",
+        "2de",
+        "madeupword0000",
+    ]
     check_pieces(tmp_path / "small/spm.model", words)
     with pytest.raises(UsageError, match="large/spm.model"):
         check_pieces(tmp_path / "large/spm.model", words)

@@ -45,7 +45,8 @@ def _amounts(dataset) -> dict[str, int]:
     """What tells other data apart: how much there is; tokens where each epoch has the same ones."""
     text = dataset.dataset if isinstance(dataset, SampledPairs) else dataset
     sizes, amounts = getattr(text, "sizes", None), {SENTENCES: len(dataset)}
-    if isinstance(sizes, np.ndarray) and dataset.can_reuse_epoch_itr_across_epochs:
+    is_fixed = getattr(dataset, "can_reuse_epoch_itr_across_epochs", False)
+    if isinstance(sizes, np.ndarray) and is_fixed:
         amounts[TOKENS] = int(sizes.sum())
     return amounts
 
