@@ -91,10 +91,12 @@ def install(patches: Sequence[tuple[str, Action]] = PATCHES) -> bool:
 def _run_program(_) -> None:
     """Run a file of fairseq that is the program, by its path or ``python -m``, as a command: patched."""
     file = Path(getattr(sys.modules["__main__"], "__file__", None) or "")
-    if file.parent.name == "fairseq_cli":
-        spec = importlib.util.find_spec(name := f"fairseq_cli.{file.stem}")
-        if spec and file.samefile(spec.origin):
-            sys.exit(importlib.import_module(name).cli_main())
+    if file.parent.name != "fairseq_cli":
+        return
+    name = f"fairseq_cli.{file.stem}"
+    commands = {each.value for each in metadata.distribution("fairseq").entry_points}
+    if f"{name}:cli_main" in commands and file.samefile(importlib.util.find_spec(name).origin):
+        sys.exit(importlib.import_module(name).cli_main())
 
 
 def register() -> None:

@@ -157,7 +157,9 @@ def _check_search(cfg, command: str) -> None:
     if options.constraints and (command, task) != ("interactive", "translation"):
         raise UsageError("--constraints: expected fairseq-interactive with --task translation")
     if options.score_reference and task == "multilingual_translation":
-        raise UsageError("--score-reference: expected another --task, whose model scores any pair")
+        raise UsageError(
+            "--score-reference: a model of --task multilingual_translation has no score"
+        )
     for option in _ITERATIVE:
         if getattr(options, option) and not str(task).endswith("_lev"):
             raise UsageError(f"{flag_of(option)}: expected a model that translates by iterations")

@@ -51,10 +51,10 @@ def plain(grid: Grid, kind: str = "pipe") -> str:
     numbers = len(grid.header) - grid.texts
     alignment = ["left"] * grid.texts + ["right"] * numbers
     options = {"tablefmt": kind, "colalign": alignment, "disable_numparse": True}
-    rows = grid.rows
+    rows = [grid.header, *grid.rows]
     if kind == "pipe":
         rows = [[cell.replace("|", "\\|") for cell in row] for row in rows]
-    return tabulate(rows, grid.header, **options)
+    return tabulate(rows[1:], rows[0], **options)
 
 
 FORMATS: dict[str, Callable[[Grid], str]] = {"markdown": markdown, "csv": as_csv, "latex": latex}
