@@ -176,10 +176,9 @@ def other_model(content: Mapping, config) -> dict[str, str]:
     before, now = (_flat(values_of(each)) for each in (saved_model(content), config))
     skipped = of_training(before) | _OF_EVALUATION
     numbers, others = ({*str(o.get("moe_gate_options") or "").split(",")} for o in (before, now))
-    if (
-        numbers - {""} <= others
-    ):  # a gate may have more now; earlier versions did not save its defaults
-        skipped = {*skipped, "moe_gate_options"}
+    # A gate may have more numbers now, and earlier versions did not save its defaults.
+    if numbers - {""} <= others:
+        skipped |= {"moe_gate_options"}
     names = [n for n in SMoETransformerConfig.names() if n in before.keys() & now.keys() - skipped]
     flags = differing_flags({name: before[name] for name in names}, now)
     for name in flags:  # not the default: False and 0 have to be typed

@@ -23,17 +23,11 @@ def arguments(flags: Flags) -> list[str]:
             continue
         words.append(f"--{key}")
         if value is not True:
-            several = map(str, value if isinstance(value, list) else [value])
-            words += [",".join(several)] if _are_numbers(value) else several
+            several = value if isinstance(value, list) else [value]
+            are_numbers = several and all(isinstance(each, int | float) for each in several)
+            shown = [*map(str, several)]
+            words += [",".join(shown)] if are_numbers else shown
     return words
-
-
-def _are_numbers(value: Any) -> bool:
-    return (
-        isinstance(value, list)
-        and value != []
-        and all(isinstance(each, int | float) for each in value)
-    )
 
 
 def value_of(flags: Flags, name: str, default: Any) -> Any:

@@ -98,9 +98,8 @@ def check_before_training(call_main, cfg, *others, **options):
         cfg.distributed_training.distributed_backend = "gloo"  # fairseq's default is for GPUs only
     _expect_dropped_layers(cfg)
     own = getattr(cfg.criterion, "_name", None) == "smoe_label_smoothed_cross_entropy"
-    if own and hasattr(
-        cfg.model, "moe_gate"
-    ):  # a model of ours, which fairseq-validate does not know
+    # Of models with our options; fairseq-validate does not know the model yet.
+    if own and hasattr(cfg.model, "moe_gate"):
         _check_weights(cfg)
     if _has_experts(cfg.model):
         if cfg.distributed_training.ddp_backend == "fully_sharded":
