@@ -7,6 +7,7 @@ set -euo pipefail
 export scripts DATA_DIR=${DATA_DIR:-data} RUN_DIR=${RUN_DIR:-runs} RESULTS_DIR=${RESULTS_DIR:-results}
 scripts=$(dirname "$(readlink -f "$0")")
 export PATH=$scripts/../.venv/bin:$PATH  # for smoe
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}  # of each of the two runs
 export text=$DATA_DIR/finetuning-text rates=$RESULTS_DIR/finetuning-rates
 parts=(finetuning-known-20000 finetuning-new-20000 finetuning-known-2000 finetuning-new-2000)  # the longest first
 

@@ -125,13 +125,12 @@ def checked_subwords(data: str, dictionary, needed: bool = True) -> Path | None:
                 f"{data} has no {name[0]}: expected the {what} of the dictionaries in their folder"
             )
         return None
-    words = [word for word in dictionary.symbols[dictionary.nspecial :] if word[:2] != "__"]
-    words = [word for word in words if not word.startswith("madeupword")]
+    words = dictionary.symbols[dictionary.nspecial :]
     if subwords.name not in CODES:
         check_pieces(subwords, words)
         return subwords
     encode = SubwordNMT(subwords).encode
-    ends = [word for word in words if not word.endswith("@@")][:1000]
+    ends = [word for word in words if not word.endswith("@@") and not _TAG.fullmatch(word)][:1000]
     unknown = [word for word in ends if any(p not in dictionary for p in encode(word).split())]
     _refuse_unknown(subwords, unknown, ends)
     return subwords
@@ -153,12 +152,12 @@ def check_pieces(subwords: Path, words: list[str]) -> None:
     or for a hundredth that it would divide into several pieces.
     """
     model = read_subwords(subwords)
+    words = [word for word in words if not _TAG.fullmatch(word)]
     numbers = model.piece_to_id(words)
     unknown = [w for w, number in zip(words, numbers, strict=True) if number == model.unk_id()]
     _refuse_unknown(subwords, unknown, words, 1 / 3)
-    plain = [w for w in unknown if not _TAG.fullmatch(w)]
-    texts = [w.replace(BEGINS_WORD, " ") for w in plain]
-    others = [w for w, ids in zip(plain, model.encode(texts)) if model.unk_id() not in ids]
+    texts = [w.replace(BEGINS_WORD, " ") for w in unknown]
+    others = [w for w, ids in zip(unknown, model.encode(texts)) if model.unk_id() not in ids]
     _refuse_unknown(subwords, others, words, 1 / 100)
 
 

@@ -13,7 +13,7 @@ from smoe_fairseq.recipes.settings import Settings
 from smoe_fairseq.recipes.study import results as study_results
 from smoe_fairseq.recipes.study import runs as study
 from smoe_fairseq.recipes.training import identity
-from smoe_fairseq.recipes.training.launcher import Launch
+from smoe_fairseq.recipes.training.launcher import Launch, plan_launch
 from smoe_fairseq.recipes.training.train import plan
 
 TWO = {"GPUS": "0", "OMP_NUM_THREADS": "2"}
@@ -45,6 +45,15 @@ def test_runs_share_the_gpus_that_are_visible(gpus, visible, jobs, shares):
 
 def test_one_run_at_a_time_has_all_gpus(gpus):
     assert study._slots(Settings()) == {0: {"GPUS": "4", "JOBS": ""}}
+
+
+@pytest.mark.parametrize("threads", ["3", "3,1"])
+def test_the_number_of_threads_may_be_given(gpus, threads):
+    gpus.setenv("OMP_NUM_THREADS", threads)
+    for given in ({"JOBS": "2"}, {"JOBS": "2", "GPUS": "0"}):
+        gpus.setattr(study, "plan_launch", plan_launch if "GPUS" in given else study.plan_launch)
+        places = study._slots(Settings.read(given)).values()
+        assert [place["OMP_NUM_THREADS"] for place in places] == ["3", "3"]
 
 
 def test_a_resumed_run_that_logs_its_settings_keeps_its_updates(tmp_path):

@@ -73,6 +73,10 @@ _count = _whole(1)
 _seed = _whole(0, None, LARGEST_SEED)
 
 
+def _threads(said: str, text: str) -> int | None:
+    return _count(said, text.partition(",")[0])  # OpenMP's list has those of inner levels, too
+
+
 @dataclass
 class Setting:
     """One of `Settings`: its flag, the variable that is its default, and how the text is read."""
@@ -140,6 +144,7 @@ class Settings:
         *("", "do not forecast the memory", "forecast", _whole(0, 1, 1), "--no-forecast", "0")
     )
     dry_run = Setting("", "print the commands and run nothing", "run them", _whole(0, 0, 1))
+    omp_num_threads = Setting("", "", "cores, divided by runs", _threads)
     # Where the machines of a run meet.
     master_addr = Setting("", "", "localhost")
     master_port = Setting("", "", "29500", _whole(1, 29500, 2**16 - 1))

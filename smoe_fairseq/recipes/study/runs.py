@@ -199,19 +199,18 @@ def _slots(settings: Settings) -> dict[int, dict[str, str]]:
 
     Without a GPU there are ``JOBS`` slots, by default as many as cores and memory allow. With GPUs there is
     one slot with all of them, or ``JOBS`` slots that divide them. If there are more slots than GPUs, slots
-    share a GPU, of which a small model leaves most idle.
+    share a GPU, of which a small model leaves most idle. Slots divide the cores, unless ``OMP_NUM_THREADS``
+    is set.
     """
     launch = plan_launch(settings, ())
+    fit = (machine_memory() or 1 << 62) // _RUN_MEMORY
+    slots = settings.jobs or (max(1, min(cores(), fit)) if launch.cpu else 1)
+    threads = str(settings.omp_num_threads or max(1, cores() // slots))
     if launch.cpu:
-        fit = (machine_memory() or 1 << 62) // _RUN_MEMORY
-        slots = settings.jobs or max(1, min(cores(), fit))
-        threads = str(max(1, cores() // slots))
         return dict.fromkeys(range(slots), {"GPUS": "0", "JOBS": "1", "OMP_NUM_THREADS": threads})
-    slots = settings.jobs or 1
     if slots == 1:
         return {0: {"GPUS": str(launch.gpus), "JOBS": ""}}
     gpus, environments = visible_gpus(launch.gpus), {}
-    threads = str(max(1, cores() // slots))
     for i in range(slots):
         share = gpus[i::slots] or [gpus[i % len(gpus)]]
         visible = {"CUDA_VISIBLE_DEVICES": ",".join(share), "GPUS": str(len(share))}
