@@ -210,6 +210,10 @@ def test_methods_fill_in_experts_and_strata(configs):
     assert method_flags("smoe-2-4", dataset)["smoe-strata"] == "2-4"
     assert method_flags("smoe-2-0-4", dataset)["smoe-strata"] == "2-0-4"
     assert method_flags("pyramid-2-2-4", dataset)["smoe-strata"] == "2,2,4"
+    assert method_flags("moe-fine-31", dataset)["moe-expert-ffn-dim"] == "1024"  # of the base size
+    dataset.train["encoder-ffn-embed-dim"] = 96
+    assert method_flags("moe-fine-31", dataset)["moe-expert-ffn-dim"] == "48"
+    assert method_flags("smoe-swiglu-4-4", dataset)["encoder-ffn-embed-dim"] == "64"
     assert arguments({"lr": [0.1, 0.02], "metrics": ["bleu", "chrf"], "none": []}) == [
         *("--lr", "0.1,0.02", "--metrics", "bleu", "chrf", "--none")
     ]

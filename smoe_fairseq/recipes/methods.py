@@ -1,5 +1,6 @@
 """Methods: their training flags on a data set; the paper's tables."""
 
+import re
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -19,9 +20,9 @@ def method_flags(name: str, dataset: Dataset) -> Flags:
     """The training flags of a method, from ``NAME.yaml``, or for ``FAMILY-4-12`` from ``FAMILY.yaml``.
 
     In these files ``{experts}`` stands for the data set's number of experts, ``{moe-freq}`` for its
-    ``moe-freq`` (default: 2), and ``{ffn-2/3}`` for two thirds of its FFN dimension, with which a gated
-    FFN has as many weights. In a family's file ``{strata}`` stands for the sizes in the method's name
-    (``4-12``), and ``{layers}`` for the same with commas. The data set's ``methods`` override the file.
+    ``moe-freq`` (default: 2), and ``{ffn-2/3}`` for two thirds of its FFN dimension. In a family's file
+    ``{strata}`` stands for the sizes in the method's name (``4-12``), and ``{layers}`` for the same with
+    commas. The data set's ``methods`` override the file.
 
     Raises:
         UsageError: the method is unknown, or needs ``experts`` and the data set does not set it.
@@ -36,8 +37,9 @@ def method_flags(name: str, dataset: Dataset) -> Flags:
             return value
         value = value.replace("{strata}", strata).replace("{layers}", strata.replace("-", ","))
         value = value.replace("{moe-freq}", str(value_of(dataset.train, "moe-freq", MOE_FREQ)))
-        if "{ffn-2/3}" in value:
-            value = value.replace("{ffn-2/3}", str(_two_thirds_of_ffn(dataset)))
+        value = re.sub(
+            r"\{ffn-(\d)/(\d)\}", lambda part: _part_of_ffn(dataset, *part.groups()), value
+        )
         if "{experts}" in value and dataset.experts is None:
             needed = f"`experts` is missing, and {name} needs it; expected a number such as 8"
             raise UsageError(f"{dataset.file}: {needed}")
@@ -55,7 +57,7 @@ def method_flags(name: str, dataset: Dataset) -> Flags:
     return {key: fill(value) for key, value in flags.items()}
 
 
-def _two_thirds_of_ffn(dataset: Dataset) -> int:
+def _part_of_ffn(dataset: Dataset, over: str, under: str) -> str:
     """A multiple of 8, as matrix products on GPUs prefer."""
     size = dataset.train.get("encoder-ffn-embed-dim")
     if size is None:
@@ -64,7 +66,7 @@ def _two_thirds_of_ffn(dataset: Dataset) -> int:
 
         words = ["--arch", value_of(dataset.train, "arch", "smoe_transformer_base")]
         size = config_of(parse_model(words)).encoder_ffn_embed_dim
-    return max(1, round(int(size) / 12)) * 8
+    return str(max(1, round(int(size) * int(over) / int(under) / 8)) * 8)
 
 
 def has_strata(flags: Flags) -> bool:
