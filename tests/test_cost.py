@@ -12,6 +12,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from smoe_fairseq.analysis.cost import copies_per_stop, count
 from smoe_fairseq.models.transformer import moe_blocks
+from smoe_fairseq.modules.branches import SharedExperts
+from smoe_fairseq.modules.registry import BRANCHES
 from smoe_fairseq.recipes.cost import compare
 
 # The cells that no reading of the text explains: printed less the vanilla row's, ours.
@@ -113,6 +115,18 @@ def test_declared_experts_per_token_are_those_that_are_counted(name):
         assert declared == block.gates[0].target
     else:
         assert float(found) == pytest.approx(declared, rel=0.1)
+
+
+@pytest.mark.parametrize("flags, stops", [("4", 1), ("2-2", 1.5), ("4 --smoe-chain 3", 3)])
+def test_a_plugins_branch_is_computed_at_every_stop(monkeypatch, flags, stops):
+    monkeypatch.setitem(BRANCHES, "wide", SharedExperts)
+    words = ["--arch", "smoe_transformer_tiny", "--smoe-strata", *flags.split()]
+    with_it, without = (
+        count(make_model(*words, *more)).flops for more in (["--moe-branches", "wide"], [])
+    )
+    of_two_layers = 2 * 2 * (2 * 128 * 256)
+    assert with_it["ffn"] - without["ffn"] == stops * of_two_layers
+    assert with_it["experts"] == without["experts"]
 
 
 def test_active_parameters_and_requested_capacity():

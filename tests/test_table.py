@@ -592,6 +592,16 @@ def test_a_run_under_another_methods_name_is_not_compared(folder):
     assert "runs/multi30k/moe" in refusal(folder, "multi30k", "--compare", "dense", "moe")
 
 
+@pytest.mark.parametrize("one, other", [("moe", "moe.seed-1"), ("moe.seed-2", "moe.seed-02")])
+def test_a_seed_counts_once(folder, one, other):
+    runs = folder / "runs/multi30k"
+    for name in {one, other} - {"moe"}:
+        shutil.copytree(runs / "moe", runs / name)
+    for words in ((), ("--compare", "moe", "dense")):
+        message = refusal(folder, "multi30k", *words)
+        assert str(runs / one) in message and str(runs / other) in message
+
+
 def test_seeds_of_a_method_are_one_row_with_their_spread(tmp_path):
     """A run that is not scored yet counts in neither."""
     runs = tmp_path / "runs/multi30k"

@@ -151,7 +151,8 @@ FLOPs per token are those of one forward pass, for one source token through the 
 token through the decoder (of a language model: for one token). As in Kaplan et al. (2020), each weight
 that processes a token counts 2:
   attention   2 x the weights of query, key, value and output in every attention block
-  ffn         2 x the weights of the feed-forward networks that process all tokens
+  ffn         2 x the weights of the feed-forward networks that process all tokens (a plugin's branch:
+              x requested capacity)
   experts     2 x top-k x requested capacity x the weights of one expert, for each MoE layer; with other
               gates or null experts, top-k is the mean number of experts under uniform routing
   embedding   2 x vocabulary x dimension, as if the input were multiplied by the embedding
@@ -193,10 +194,12 @@ def count(
     blocks = moe_blocks(model)
     if requested_capacity is None:
         requested_capacity = {n: b.strata.expected_requested_capacity() for n, b in blocks.items()}
-    linear = {"attention": 0, "ffn": 0, "output": 0}
+    linear, times = {"attention": 0, "ffn": 0, "output": 0}, {}
+    for name, block in blocks.items():
+        times |= dict.fromkeys(block.extra.modules(), requested_capacity[name])
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear) and (part := _part(name)):
-            linear[part] += module.weight.numel()
+            linear[part] += times.get(module, 1) * module.weight.numel()
     attentions = (m for m in model.modules() if isinstance(m, MultiheadAttention))
 
     parameters = sum(parameter.numel() for parameter in model.parameters())

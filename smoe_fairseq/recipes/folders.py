@@ -2,6 +2,7 @@
 
 import itertools
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -133,9 +134,25 @@ def vocab_size(dataset: Dataset) -> int:
     return read_plain(files[0]).count(b"\n") + 3 if files else int(dataset.subwords["vocab-size"])
 
 
-def runs_of(folder: Path) -> list[str]:
-    """The names of the runs in a folder of runs, without what other programs keep there (``.ipynb...``)."""
-    return [p.name for p in folder.glob("*") if p.is_dir() and not p.name.startswith(".")]
+def runs_of(dataset: Dataset) -> list[str]:
+    """The names of a data set's runs, without what other programs keep there (``.ipynb...``), in order.
+
+    Raises UsageError if two are of one method and seed.
+    """
+    folder = Folders(dataset).runs
+    folders = (p for p in folder.glob("*") if p.is_dir() and not p.name.startswith("."))
+    names = sorted((path.name for path in folders), key=run_order)
+    refuse_twice({folder / name: run_seed(name, dataset) for name in names})
+    return names
+
+
+def refuse_twice(seeds: Mapping[Path, int]) -> None:
+    """Raise UsageError if two folders of runs are of one method and seed; ``seeds`` are by folder."""
+    by_seed = {}
+    for folder, seed in seeds.items():
+        other = by_seed.setdefault((run_method(folder.name), seed), folder)
+        if other is not folder:
+            raise UsageError(f"{other} and {folder} are both of seed {seed}: delete one of them")
 
 
 def checkpoint_file(run: Path, which: str) -> Path:

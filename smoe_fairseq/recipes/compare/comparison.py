@@ -28,7 +28,6 @@ from smoe_fairseq.recipes.evaluation.metrics import flags_for, metrics_of, parse
 from smoe_fairseq.recipes.folders import (
     Folders,
     run_method,
-    run_order,
     run_seed,
     runs_of,
     test_file,
@@ -143,8 +142,7 @@ class _System:
 
     def __init__(self, dataset: Dataset, name: str, metric: str):
         self.metric, self.folder = metric, Folders(dataset).runs
-        names = sorted(runs_of(self.folder), key=run_order)
-        runs = [run for run in names if name in (run, run_method(run))]
+        runs = [run for run in runs_of(dataset) if name in (run, run_method(run))]
         self.runs = {run: result for run in runs if (result := scores.read(self.folder / run))}
         if not self.runs:
             method_flags(run_method(name), dataset)  # raises for an unknown method

@@ -16,7 +16,7 @@ from smoe_fairseq.recipes.compare.grid import FORMATS, Grid, number
 from smoe_fairseq.recipes.datasets import Dataset
 from smoe_fairseq.recipes.evaluation import metrics, scores
 from smoe_fairseq.recipes.evaluation.evaluate import again, state_notes
-from smoe_fairseq.recipes.folders import SIZES, Folders, run_method, run_order, runs_of, vocab_size
+from smoe_fairseq.recipes.folders import SIZES, Folders, run_method, runs_of, vocab_size
 from smoe_fairseq.recipes.methods import method_flags, tables
 from smoe_fairseq.recipes.processes import warn
 from smoe_fairseq.recipes.training import identity
@@ -131,12 +131,11 @@ def side_by_side(dataset: Dataset, metric: str) -> Grid:
     missing, or if signatures differ within a run or between seeds.
     """
     folder = Folders(dataset).runs
-    names = runs_of(folder)
+    names = runs_of(dataset)
     if not names:
         raise UsageError(f"{folder} holds no runs: run scripts/train.sh {dataset.name} METHOD")
     table = tables().get(dataset.name, {})
     paper = table.get("rows", {}) if metric == scores.BLEU else {}
-    names.sort(key=run_order)
     runs = {m: list(group) for m, group in itertools.groupby(names, key=run_method)}
     methods = [*(m for m in paper if m in runs), *(m for m in runs if m not in paper)]
     tests = scores.test_checksums(dataset, dataset.all_directions)

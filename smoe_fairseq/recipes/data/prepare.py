@@ -50,8 +50,9 @@ def prepare(dataset: Dataset, flags: Sequence[str] = ()) -> None:
     folders = Folders(dataset)
     parser = CommandParser(prog="smoe prepare")
     add_subword_options(parser)
+    parser.words = [*arguments(dataset.subwords), *flags]  # for its errors
     with naming_settings(dataset, ["subwords"], flags), refusing_flags():
-        parser.parse_args([*arguments(dataset.subwords), *flags])
+        parser.parse_args(parser.words)
     if source := source_of(dataset):
         if flags:
             raise UsageError(f"{' '.join(flags)}: the pretrained model {source} has its subwords")

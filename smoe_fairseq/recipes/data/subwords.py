@@ -5,6 +5,7 @@ import itertools
 import re
 import shlex
 import tempfile
+import unicodedata
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -116,13 +117,16 @@ def learn_from(
         normalization: how the model normalises text: ``nfc`` (see `normalization`), ``nfkc`` (sentencepiece's
             ``nmt_nfkc``, which changes Chinese punctuation and more), ``identity``, or a file of
             sentencepiece's rules.
-        user_defined_symbols: pieces that are never divided.
+        user_defined_symbols: pieces that are never divided; with ``nfc`` they are composed, too.
         options: other options of sentencepiece.
 
     Raises:
         UsageError: sentencepiece cannot learn from the text, or needs too much memory.
     """
     raw = files[0] if len(files) == 1 else files[0].parent
+    symbols = list(user_defined_symbols)
+    if normalization == "nfc":
+        symbols = list({unicodedata.normalize("NFC", symbol): 0 for symbol in symbols})
     _check_memory(raw, files, options)
     model = io.BytesIO()
     with tempfile.TemporaryDirectory() as folder, ended_by_signals():
@@ -138,12 +142,12 @@ def learn_from(
                 model_writer=model,
                 hard_vocab_limit=False,
                 minloglevel=1,
-                user_defined_symbols=list(user_defined_symbols),
+                user_defined_symbols=symbols,
                 **rules,
                 **options,
             )
         except (RuntimeError, ValueError, OverflowError) as error:
-            options |= {"user_defined_symbols": list(user_defined_symbols) or None}
+            options |= {"user_defined_symbols": symbols or None}
             raise _cannot_learn(raw, options, str(error)) from None
     # The model notes the path of its rules: the same text gives the same file.
     proto = model.getvalue().replace(folder.encode(), b"-" * len(folder.encode()))

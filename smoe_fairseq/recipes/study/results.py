@@ -32,6 +32,7 @@ from smoe_fairseq.recipes.folders import (
     CONSOLIDATED,
     Folders,
     checkpoint_file,
+    refuse_twice,
     run_method,
     run_seed,
     vocab_size,
@@ -345,12 +346,8 @@ def read(dataset: Dataset) -> list[Result]:
     """The results of all runs, ordered by name; raises UsageError if two are of one method and seed."""
     folders = sorted(file.parent for file in folder_of(dataset).glob(f"*/{FILE}"))
     whole = [folder for folder in folders if folder.suffix not in (".partial", ".old")]
-    results, by_seed = [_read(folder, dataset) for folder in whole], {}
-    for result in results:
-        other = by_seed.setdefault((run_method(result.name), result.seed), result)
-        if other is not result:
-            fault = f"{other.folder} and {result.folder} are both of seed {result.seed}"
-            raise UsageError(f"{fault}: delete one of them")
+    results = [_read(folder, dataset) for folder in whole]
+    refuse_twice({result.folder: result.seed for result in results})
     return results
 
 
