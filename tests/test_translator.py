@@ -222,6 +222,8 @@ def test_the_text_of_fairseqs_search_is_that_of_ours(multilingual, three_languag
     assert model.translate(texts, verbose=True, **search) == expected
     assert expected[0] and not expected[1] and "__aa__" not in expected[0]
     assert model.translate([" "], diverse_beam_groups=2, **search) == [""]
+    with pytest.raises(UsageError, match="encoder_langtok"):  # of which fairseq has made langtoks
+        SMoETransformerModel.from_pretrained(multilingual, encoder_langtok="src")
 
 
 def test_a_language_of_no_direction_in_training(multilingual, three_languages, tmp_path):
