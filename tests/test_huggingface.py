@@ -69,10 +69,10 @@ def test_other_dictionaries_are_named(recorded, tmp_path, change):
     assert not (tmp_path / "model").exists()
 
 
-def both(path: Path, folder: Path):
+def both(path: Path, folder: Path, **given):
     """fairseq's interface to the checkpoint, and transformers' model and tokenizer."""
-    theirs = AutoModelForSeq2SeqLM.from_pretrained(folder).eval()
-    ours = SMoETransformerModel.from_pretrained(path)
+    theirs = AutoModelForSeq2SeqLM.from_pretrained(folder, **given).eval()
+    ours = SMoETransformerModel.from_pretrained(path, **given)
     return ours, theirs, AutoTokenizer.from_pretrained(folder)
 
 
@@ -86,9 +86,9 @@ def batch(vocabulary: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @torch.no_grad()
-def difference(path: Path, folder: Path) -> float:
+def difference(path: Path, folder: Path, **given) -> float:
     """The greatest one between the logits of a batch, where it is no padding."""
-    ours, theirs, _ = both(path, folder)
+    ours, theirs, _ = both(path, folder, **given)
     model = ours.models[0]
     source, given = batch(min(len(model.encoder.dictionary), len(model.decoder.dictionary)))
     expected = model(source, (source != 1).sum(1), given)[0]
@@ -110,6 +110,13 @@ def test_logits_and_translations_are_fairseqs(recorded, tmp_path, system):
     assert found == read_json("translations")[system]["smoe translate"]
     ids = tokenizer(TRANSLATED[0], return_tensors="pt")
     assert model.generate(**ids, max_length=4).shape[1] <= 4
+
+
+@pytest.mark.parametrize("given", [{"moe_top_k": 1}, {"smoe_exit_bias": 9.0}])
+def test_given_options_are_those_of_the_experts(recorded, exported, given):
+    assert difference(recorded / "strata-4-4.pt", exported, **given) < 1e-5
+    blocks = SMoEConfig.from_pretrained(exported, dropout=0.3, **given).moe_blocks.values()
+    assert blocks and all(block["dropout"] == 0.3 for block in blocks)
 
 
 def translate(model, tokenizer, *text: str, **options) -> str:

@@ -201,6 +201,13 @@ def test_a_file_that_cannot_be_read(configs):
     assert refusal().endswith("datasets/odd.yaml cannot be read: Is a directory")
 
 
+@pytest.mark.parametrize("one_way", [True, None])
+def test_a_pair_that_is_kept_has_the_directions_of_the_others(configs, one_way):
+    configs({"pairs": ["a-b"], "keep": ["a-c"], "one-way": one_way})
+    expected = ("a-b", "a-c") if one_way else ("b-a", "a-b", "a-c", "c-a")
+    assert load_dataset("odd").all_directions == expected
+
+
 def test_methods_fill_in_experts_and_strata(configs):
     configs({"pairs": ["a-b"], "experts": 6, "train": {"moe-freq": None, "seed": None}})
     dataset = load_dataset("odd")

@@ -9,6 +9,7 @@ from transformers import PretrainedConfig
 
 from smoe_fairseq.forms import Number
 from smoe_fairseq.modules.activation import GATED
+from smoe_fairseq.modules.config import MoEConfig
 
 SIDES = ("encoder", "decoder")
 # fairseq's activations by name.
@@ -75,11 +76,26 @@ class SMoEConfig(PretrainedConfig):
         super().__init__(**{**ids, **flags, **options})
         self.use_cache = use_cache
 
+    @classmethod
+    def from_dict(cls, config_dict: dict, **given):
+        """As of the base class; options of experts that are ``given`` change all of ``moe_blocks``, too."""
+        flags = MoEConfig.flags() | {name: name for name in _OF_LAYERS}
+        if changed := {name: given[flag] for name, flag in flags.items() if flag in given}:
+            blocks = (config_dict.get("moe_blocks") or {}).items()
+            of_blocks = {layer: {**options, **changed} for layer, options in blocks}
+            config_dict = {**config_dict, "moe_blocks": of_blocks}
+        return super().from_dict(config_dict, **given)
+
     def of(self, side: str, name: str):
         """The option of a side, such as ``encoder_layers``."""
         return getattr(self, f"{side}_{name}")
 
 
+_OF_LAYERS = (
+    "activation_fn",
+    "dropout",
+    "activation_dropout",
+)  # of all layers, with experts or not
 _SIDE_DEFAULTS = {
     "embed_dim": 512,
     "ffn_embed_dim": 2048,

@@ -105,7 +105,7 @@ class Dataset:
     @property
     def kept_directions(self) -> tuple[str, ...]:
         """The directions that are scored and not trained."""
-        return tuple(order for pair in self.keep for order in both_orders(pair))
+        return tuple(d for pair in self.keep for d in both_orders(pair)[: 1 if self.one_way else 2])
 
     @property
     def all_directions(self) -> tuple[str, ...]:

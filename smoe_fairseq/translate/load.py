@@ -226,14 +226,16 @@ def check_names(config: Mapping, overrides: Mapping, flag: str = "") -> None:
     """
     parts = map(values_of, config.values())
     known = {name: part for part in parts for name in part.keys()}
-    langtoks = known.get("langtoks", {}).get("langtoks")  # fairseq makes them of the two flags, once
+    # fairseq makes them of two other settings, once.
+    langtoks = known.get("langtoks", {}).get("langtoks")
     for name in overrides:
         if name not in known:
             raise UsageError(
                 f"{flag}{name}: unknown setting; expected one of the checkpoint's config"
             )
         if langtoks and name in ("encoder_langtok", "decoder_langtok"):
-            raise UsageError(f"{flag}{name}: expected `langtoks`, which is {langtoks}, in its place")
+            instead = f"expected `langtoks`, which is {langtoks}, in its place"
+            raise UsageError(f"{flag}{name}: {instead}")
     flags = MoEConfig.flags()
     options = {name: getattr(MoEConfig, name) for name in flags}
     options |= {name: known[option][option] for name, option in flags.items() if option in known}

@@ -248,7 +248,7 @@ def commands(dataset: Dataset, run: Path, strata: bool, sharded: bool) -> list[s
         analyze += ["--lang-pairs", ",".join(dataset.all_directions)] if dataset.keep else []
         lines = [command("rm", "-rf", run / ANALYSIS), command(*analyze)]
     if dataset.keep:
-        kept = replace(dataset, pairs=dataset.keep, one_way=None).directions
+        kept = replace(dataset, pairs=dataset.keep).directions
         words = data_arguments(dataset, kept)
         words += ["--path", str(checkpoint), "--valid-subset", "test", "--max-tokens", "4096"]
         lines.append(command("fairseq-validate", *words, output=run / KEPT))
