@@ -28,6 +28,7 @@ SHOW := 2>&1 | tee -a $(LOG) | \
     -e 's/^(Building) wheels? for .*: /    \1 /p' -e 's/^(Installing) collected packages.*/    \1 them/p'
 failed = { tail -n 15 $(LOG); echo "error: $(1); the log is $(LOG)"; exit 1; }
 
+override KEEP_TORCH := $(filter-out 0,$(KEEP_TORCH))
 # An existing .venv would ignore it.
 ifneq ($(KEEP_TORCH),)
 ifneq ($(shell grep -s 'include-system-site-packages = false' $(VENV)/pyvenv.cfg),)

@@ -110,3 +110,6 @@ def test_an_environment_without_the_torch_to_keep(tmp_path):
     assert result.returncode == 2
     assert "KEEP_TORCH=1: .venv has its own torch; remove .venv" in result.stderr
     assert not result.stdout
+    command[-1] = "KEEP_TORCH=0"
+    result = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert "KEEP_TORCH" not in result.stderr and "setup.py" in result.stderr  # which is not there

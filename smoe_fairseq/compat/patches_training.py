@@ -4,6 +4,7 @@ import logging
 import math
 import shutil
 from collections import OrderedDict
+from types import SimpleNamespace
 
 from smoe_fairseq.files import whole_file
 
@@ -102,19 +103,21 @@ def recompute_in_autocast(original, ctx, *gradients):
         return original(ctx, *gradients)
 
 
-# Lets ``--store-ema`` average models with integers, and pre-norm models with their last layer norms.
+# Lets ``--store-ema`` average models with integers or shared weights, and pre-norm models' last layer norms.
 #
-# For fairseq 0.12.2 on any torch. It multiplies the whole state dict by the decay, in place, which torch
-# refuses for integers (a hash gate's table, the step counts of a bias or of batch norm): they are added to
-# its keys that are copied. And it removes the norms from a state without ``version``, as averages are.
+# For fairseq 0.12.2 on any torch. It multiplies the whole state dict by the decay, in place: shared weights
+# once for each of their names, and integers (a hash gate's table, the step counts of a bias or of batch
+# norm), which torch refuses. Those are added to its keys that are copied. And it removes the norms from a
+# state without ``version``, as averages are.
 
 
-@patches("fairseq.models.ema.ema:EMA.__init__")
-def copy_integers(original, ema, *arguments, **options):
-    original(ema, *arguments, **options)
-    state = ema.model.state_dict()
-    integers = {n for n, value in state.items() if not value.is_floating_point()}
-    ema.skip_keys = {*ema.skip_keys, *integers}
+@patches("fairseq.models.ema.ema:EMA._step_internal")
+def average_once(original, ema, model, updates=None):
+    state, averages = model.state_dict(), ema.fp32_params or ema.model.state_dict()
+    names = {(x.data_ptr(), x.shape): name for name, x in averages.items()}.values()
+    once = {n: x for n, x in state.items() if n in names or n not in averages}
+    ema.skip_keys = {*ema.skip_keys, *(n for n, x in once.items() if not x.is_floating_point())}
+    original(ema, SimpleNamespace(state_dict=lambda: once), updates)
 
 
 @patches("fairseq.models.ema.ema:EMA.restore")

@@ -200,11 +200,13 @@ def _options(cfg, ours: bool):
     from smoe_fairseq.translate.text import Options  # imports fairseq
 
     own = {field.name for field in fields(Options)} & vars(GenerationConfig()).keys()
-    for name, default in vars(GenerationConfig()).items():
+    unread = [name for name in ("bpe", "tokenizer") if getattr(cfg, name)]  # this reads raw text
+    for name, default in vars(GenerationConfig()).items() if ours else ():
         given = getattr(cfg.generation, name, default)
-        if ours and given != default and name not in own and name not in _IGNORED:
-            flag, advice = flag_of(name), "--dry-run prints its command"
-            raise UsageError(f"{flag}: only fairseq-generate's search has it; {advice}")
+        unread += [name] * (given != default and name not in own and name not in _IGNORED)
+    if unread:
+        advice = "--dry-run prints its command"
+        raise UsageError(f"{flag_of(unread[0])}: only fairseq-generate has it; {advice}")
     has_seed = cfg.generation.sampling and cfg.common.seed is not None
     seed = {"seed": cfg.common.seed} if has_seed else {}
     values = {name: getattr(cfg.generation, name) for name in own}
