@@ -8,20 +8,20 @@ import ast
 import multiprocessing
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from concurrent.futures import as_completed
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
 from smoe_fairseq.errors import UsageError, quietly
 from smoe_fairseq.files import write_whole
-from smoe_fairseq.flags import flag_of
+from smoe_fairseq.flags import flag_of, values_of
 from smoe_fairseq.host_memory import cores
 from smoe_fairseq.journal import Journal
 from smoe_fairseq.recipes.data.text_files import workers_for
 from smoe_fairseq.recipes.evaluation.evaluation import UNFINISHED, Evaluation
 from smoe_fairseq.recipes.evaluation.scores import lines_of
-from smoe_fairseq.recipes.program_flags import parse_flags
+from smoe_fairseq.recipes.program_flags import arguments, flag_values, parse_flags
 from smoe_fairseq.recipes.settings import Settings
 from smoe_fairseq.recipes.training.launcher import plan_launch, visible_gpus
 
@@ -109,6 +109,7 @@ class Model:
 
     def __init__(self, evaluation: Evaluation, threads: int):
         self.evaluation, self.threads = evaluation, threads
+        self.typed = flag_values([*arguments(evaluation.dataset.generate), *evaluation.extra])
         self.loaded = None
 
     def translate(self, direction: str, done: Callable[[int], None]) -> None:
@@ -125,7 +126,7 @@ class Model:
             if self.loaded is None:
                 self.loaded = self._load(cfg)
                 evaluation.check_unchanged()
-            options = _options(cfg, self.loaded.ours)
+            options = _options(cfg, self.loaded.ours, self.typed)
             texts, references = map(lines_of, files)
             source, target = cfg.task.source_lang, cfg.task.target_lang
             prefixes = self._prefixes(cfg, references)
@@ -170,6 +171,7 @@ class Model:
         import torch
         from fairseq.utils import split_paths  # slow, and not needed for a dry run
 
+        from smoe_fairseq.translate.directions import LANGUAGE_TOKENS
         from smoe_fairseq.translate.load import Translator
         from smoe_fairseq.translate.text import BatchTranslator
 
@@ -180,6 +182,10 @@ class Model:
         except UsageError as error:
             is_named = str(error).startswith(tuple(overrides))
             raise (UsageError(f"--model-overrides {error}") if is_named else error) from None
+        saved, given = map(values_of, (translator.task.cfg or translator.task.args, cfg.task))
+        for name in (*LANGUAGE_TOKENS, "max_source_positions", "truncate_source"):
+            if flag_of(name) in self.typed and given[name] != saved.get(name, given[name]):
+                raise UsageError(f"{flag_of(name)}: expected {saved[name]}, as in training")
         translator.cfg.generation = cfg.generation  # for models that use fairseq's search
         if cfg.common.fp16:
             translator.half()
@@ -193,14 +199,14 @@ class Model:
         return BatchTranslator(translator, tokens * self.threads, max_sentences=sentences)
 
 
-def _options(cfg, ours: bool):
-    """The flags of the search; raises UsageError for one that only fairseq's search supports."""
+def _options(cfg, ours: bool, typed: Container[str]):
+    """The flags of the search; raises UsageError for one that only fairseq-generate reads."""
     from fairseq.dataclass.configs import GenerationConfig
 
     from smoe_fairseq.translate.text import Options  # imports fairseq
 
     own = {field.name for field in fields(Options)} & vars(GenerationConfig()).keys()
-    unread = [name for name in ("bpe", "tokenizer") if getattr(cfg, name)]  # this reads raw text
+    unread = [name for name in ("bpe", "tokenizer", "scoring") if flag_of(name) in typed]
     for name, default in vars(GenerationConfig()).items() if ours else ():
         given = getattr(cfg.generation, name, default)
         unread += [name] * (given != default and name not in own and name not in _IGNORED)
