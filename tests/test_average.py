@@ -244,6 +244,14 @@ def test_what_has_no_mean_is_refused(run_of_one, tmp_path, words, first):
     assert [path.name for path in tmp_path.iterdir()] == ["other.pt"]
 
 
+def test_a_language_that_one_lacks_has_no_dictionary_to_compare(run_of_one, tmp_path):
+    """As a model before it was fine-tuned in some of its languages, and after."""
+    one, two = (run_of_one / name for name in names()[:2])
+    fewer = changed(two, tmp_path / "two.pt", lambda s: s["smoe_dictionaries"].pop("target"))
+    call("average", one, fewer, "--output", tmp_path / "mean.pt")
+    assert_is_mean(tmp_path / "mean.pt", [load(file)["model"] for file in (one, two)])
+
+
 def test_copies_of_a_file_count_once(run_of_one, tmp_path):
     one, two = (run_of_one / name for name in names()[:2])
     copies = [Path(shutil.copy(one, tmp_path / f"{name}.pt")) for name in ("best", "last")]

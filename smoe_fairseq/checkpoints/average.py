@@ -139,8 +139,9 @@ def _check_alike(first_path: Path, first: dict, path: Path, other: dict) -> None
     if flags := other_flags(other["task"], first["task"]):
         had = " ".join(flags.values())
         raise UsageError(f"{path} differs from {first_path}: its training had {had}")
-    dictionaries = [outline["dictionaries"] for outline in (first, other)]
-    if None not in dictionaries and dictionaries[0] != dictionaries[1]:
+    one, two = (outline["dictionaries"] or {} for outline in (first, other))
+    both = one.keys() & two.keys()  # a model that is fine-tuned may have fewer languages than its start
+    if any(one[name] != two[name] for name in both) or one and two and not both:
         raise UsageError(f"{path} was trained with another dictionary than {first_path}")
     if other["seed"] != first["seed"]:
         seeds = f"{first_path} was trained with --seed {first['seed']}, {path} with {other['seed']}"
