@@ -10,15 +10,17 @@ import pytest
 import torch
 from commands import PLUGIN, changed, contents, generate, load, run, smoe
 from family import FAMILY
+from plain_loops import make_block
 from sampling import soak, some
 from test_expert_parallel import flags
 from test_expert_parallel_checkpoints import call, refusal
 from test_training import train as train_smoe
 
 from smoe_fairseq.analysis import inputs
-from smoe_fairseq.analysis.prune import PrunedLayer
+from smoe_fairseq.analysis.prune import PrunedLayer, sizes_of_gate
 from smoe_fairseq.analysis.prune import prune as prune_content
 from smoe_fairseq.models.transformer import moe_blocks
+from smoe_fairseq.modules.gates import GATES
 
 NEVER, SELDOM = -100.0, -3.0  # logits beside those of the other experts
 SIDES = ("encoder", "decoder")
@@ -132,12 +134,32 @@ def test_so_they_do_in_the_family(ranks, small_corpus, tmp_path, member):
         name: PrunedLayer(
             block.strata,
             sorted({*range(block.strata.num_experts)} - gone),
-            block.gates[0].per_expert,
+            sizes_of_gate(block),
         )
         for name, block in moe_blocks(model).items()
     }
     torch.save(prune_content(path, layers), output)
     assert_same_translations(small_corpus, path, output)
+
+
+def test_a_plugins_gate_need_not_say_which_tensors_have_experts(monkeypatch):
+    class Own(GATES["topk"]):
+        def __init__(self, config, embed_dim, num_experts, own_experts):
+            super().__init__(config, embed_dim, num_experts, own_experts)
+            self.own = torch.nn.Parameter(torch.ones(2, num_experts))
+            self.other = torch.nn.Parameter(torch.ones(6))
+
+    monkeypatch.setitem(GATES, "own", Own)
+    block = make_block("2-4", gate="own")
+    layer = PrunedLayer(block.strata, [0, 3, 4], sizes_of_gate(block))
+    whole = {
+        f"gates.{n}.{m}": t for n, g in enumerate(block.gates) for m, t in g.named_parameters()
+    }
+    kept = {name: layer.pruned(name, tensor) for name, tensor in whole.items()}
+    assert torch.equal(kept["gates.0.own"], whole["gates.0.own"][:, [0, 3, 4]])
+    assert torch.equal(kept["gates.1.own"], whole["gates.1.own"][:, [1, 2]])
+    assert torch.equal(kept["gates.1.weight"], whole["gates.1.weight"][[1, 2]])
+    assert kept["gates.1.other"] is whole["gates.1.other"]
 
 
 @pytest.mark.soak

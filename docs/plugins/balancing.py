@@ -54,7 +54,6 @@ class QuantileGate(TopKGate):
     has_balance_loss = False
     learner = "threshold"
     learns_by_counts = True
-    per_expert = ("weight", "threshold.steps")
 
     def __init__(self, config, *sizes: int):
         super().__init__(config, *sizes)

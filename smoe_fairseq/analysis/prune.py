@@ -30,6 +30,7 @@ from smoe_fairseq.checkpoints.sets import (
 from smoe_fairseq.compat.checkpoint_names import PENDING, rank_files, rank_of, set_name
 from smoe_fairseq.errors import UsageError, quietly
 from smoe_fairseq.flags import add_flag
+from smoe_fairseq.models.memory import shapes_only
 from smoe_fairseq.models.transformer import moe_blocks
 from smoe_fairseq.modules.layer import StratifiedMoE
 from smoe_fairseq.modules.routing import Routing
@@ -150,13 +151,27 @@ _EXPERTS = re.compile(r"experts\.(w1|b1|w2|b2)")
 _GATE = re.compile(r"gates\.(\d+)\.(.+)")
 
 
+def sizes_of_gate(block: StratifiedMoE) -> dict[str, list[int]]:
+    """The dimensions that are the number of experts that a gate sees, by the names of the gates' tensors."""
+    options, visible, own = (block.config, block.embed_dim), block.strata.visible, block.strata.own
+    with shapes_only():
+        one, more = (block.kind(*options, visible[0] + n, own[0] + n) for n in (0, 1))
+    shapes = {name: tensor.shape for name, tensor in more.state_dict().items()}
+    return {
+        name: [
+            i for i, (size, other) in enumerate(zip(tensor.shape, shapes[name])) if size != other
+        ]
+        for name, tensor in one.state_dict().items()
+    }
+
+
 @dataclass(frozen=True)
 class PrunedLayer:
-    """The original strata of a layer, the kept experts in their order, and `Gate.per_expert`."""
+    """The original strata of a layer, the kept experts in their order, and `sizes_of_gate`."""
 
     before: Strata
     experts: list[int]
-    per_expert: tuple[str, ...]
+    sizes: Mapping[str, list[int]]
 
     @property
     def after(self) -> Strata:
@@ -171,14 +186,14 @@ class PrunedLayer:
 
     def pruned(self, name: str, tensor: Tensor) -> Tensor:
         """The kept part of a tensor, by its name in the block."""
-        rows = None
-        if _EXPERTS.fullmatch(name):
-            rows = self.experts
-        elif (gate := _GATE.fullmatch(name)) and gate[2] in self.per_expert:
+        rows, sizes = self.experts, [0] if _EXPERTS.fullmatch(name) else []
+        if gate := _GATE.fullmatch(name):
             first = self.before.first_experts[int(gate[1])]
             seen = range(first, first + self.before.visible[int(gate[1])])
-            rows = [expert - first for expert in self.experts if expert in seen]
-        return tensor if rows is None else tensor[torch.tensor(rows)]
+            rows, sizes = [e - first for e in rows if e in seen], self.sizes.get(gate[2], [])
+        for dimension in sizes:
+            tensor = tensor.index_select(dimension, torch.tensor(rows))
+        return tensor
 
 
 def prune(path: Path, layers: Mapping[str, PrunedLayer]) -> dict:
@@ -252,6 +267,7 @@ def run_prune(args: Namespace) -> None:
         uses = [use_of(inputs.Samples(model, task, name, subset)) for name in directions]
     parameters = {name: parameter.numel() for name, parameter in model.named_parameters()}
     layers = {name: Layer(block.strata, block.gates[0]) for name, block in blocks.items()}
+    sizes = {name: sizes_of_gate(block) for name, block in blocks.items()}
     del model, blocks
     if args.keep is not None:  # by the mean importance, in which all directions weigh the same
         importance = {n: np.mean([use[n].importance for use in uses], axis=0) for n in layers}
@@ -261,7 +277,7 @@ def run_prune(args: Namespace) -> None:
         used = {n: set(np.flatnonzero(loads[n] > args.min_load).tolist()) for n in layers}
         kept = {n: layer.required(loads[n]) | used[n] for n, layer in layers.items()}
     pruned = {
-        name: PrunedLayer(layer.strata, sorted(kept[name]), layer.gate.per_expert)
+        name: PrunedLayer(layer.strata, sorted(kept[name]), sizes[name])
         for name, layer in layers.items()
     }
     state = prune(args.path, pruned)
@@ -274,10 +290,10 @@ def run_prune(args: Namespace) -> None:
     before, after = sum(parameters.values()), sum(state["model"][n].numel() for n in parameters)
     experts = sum(len(layer.experts) for layer in pruned.values())
     total = sum(layer.before.num_experts for layer in pruned.values())
-    sizes = [f"{path.stat().st_size / 1e6:.1f} MB" for path in (args.output, args.path)]
+    files = [f"{path.stat().st_size / 1e6:.1f} MB" for path in (args.output, args.path)]
     print(
         f"{experts} of {total} experts, {after:,} of {before:,} parameters ({after / before:.1%})\n"
-        f"{args.output} has {sizes[0]}; {args.path} has {sizes[1]}, which may include its optimizer"
+        f"{args.output} has {files[0]}; {args.path} has {files[1]}, which may include its optimizer"
     )
 
 

@@ -26,7 +26,6 @@ class DepthsGate(ExpertChoiceGate):
     skips_tokens = True
     learns_num_experts = True
     default_capacity = 0.5
-    per_expert = ("weight", "threshold.steps")
     weights_depend_on_all = False
     learner = "threshold"
     learns_by_counts = True

@@ -54,7 +54,6 @@ class Gate(nn.Module):
     learns_by_counts: bool = False  # whether every gate of this class has a learner
     shares_counts: bool = False  # whether all gates of a model learn from the sum of their counts
     # Checkpoints.
-    per_expert: tuple[str, ...] = ()  # its tensors with a row for each expert that it sees
     can_upcycle: bool = False  # whether copies of an FFN as experts compute what the FFN does
     unprunable: str = ""  # why no expert can be removed; empty: experts can
     weights_depend_on_all: bool = False  # whether weights depend on experts that are not chosen
@@ -112,8 +111,6 @@ GATES.base = Gate
 
 class LinearGate(Gate):
     """Scores experts by ``W x`` (the logits of the paper's eq. 2)."""
-
-    per_expert = ("weight",)
 
     def __init__(self, config, embed_dim: int, num_experts: int, own_experts: int):
         super().__init__(config, embed_dim, num_experts, own_experts)

@@ -22,7 +22,6 @@ class ThresholdGate(AnyNumberGate):
 
     summary = "all with a score above a running threshold"
     options = AnyNumberGate.options | {"top_k", "threshold_step"}
-    per_expert = ("weight", "threshold.steps")
     learner = "threshold"
     learns_by_counts = True
 

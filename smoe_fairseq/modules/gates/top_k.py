@@ -34,7 +34,6 @@ class TopKGate(LinearGate):
     options |= {"constant_experts", "balance"}
     has_balance_loss = True
     learner = "bias"
-    per_expert = ("weight", "bias.steps")  # free experts have weights of their own
     can_upcycle = True
 
     def __init__(self, config, embed_dim: int, num_experts: int, own_experts: int):
