@@ -237,6 +237,7 @@ assert "smoe_fairseq" not in sys.modules
         ({"pairs": ["en-de", "gb-de"], "languages": {"en": "a", "gb": "a"}}, ("`languages`", "gb")),
         ({"pretrained": "facebook/nllb-200"}, ("pretrained: facebook/nllb-200", "hf download")),
         ("--vocab-size 400", ("--vocab-size", "pretrained")),
+        ({"subwords": {"vocab-size": 500}}, ("mine.yaml: `subwords`", "add-subwords")),
         ({"pretrained": None}, ("new-languages", "--pretrained")),
         ({"pretrained": None, "new-languages": {}, "add-subwords": None, "trim": True}, ("trim",)),
     ],

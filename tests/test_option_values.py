@@ -30,6 +30,7 @@ REFUSED = """
     --save-interval 0
     --clip-norm nan
     --warmup-updates -5
+    --warmup-updates 0
     --restore-file none/nope.pt
     --restore-file .
     --finetune-from-model .
@@ -49,7 +50,6 @@ BAD["--save-dir="] = "--save-dir"  # of an unset variable
 BAD["--valid-subset valid,train --combine-valid-subsets"] = "--valid-subset valid,train"
 BAD |= {  # by the words of what fairseq raises, in one line
     "--finetune-from-model /none.pt": "/none.pt",
-    "--warmup-updates 0": "ZeroDivisionError",
     "--max-tokens 3": "--max-tokens 3",
     "--user-dir /none": "/none",
     "--train-subset nope": "nope",

@@ -87,7 +87,8 @@ def write_dataset(folder: Path, name: str, **content) -> dict[str, str]:
 
     Its subwords have no bytes among them, which would be more than all others of so little text.
     """
-    content["subwords"] = {"byte-fallback": False, **content.get("subwords", {})}
+    if not content.get("pretrained"):  # a model with subwords
+        content["subwords"] = {"byte-fallback": False, **content.get("subwords", {})}
     (folder / "datasets").mkdir(parents=True)
     for source in ("common.yaml", "methods"):
         (folder / source).symlink_to(ROOT / "configs" / source)

@@ -98,6 +98,9 @@ def check_options(cfg) -> None:
     window, sample = _value(cfg, "eval_lm.context_window"), _value(cfg, "task.tokens_per_sample")
     if window and window >= sample:
         raise UsageError(f"--context-window {window}: expected below --tokens-per-sample {sample}")
+    scheduler, warm_up = (_value(cfg, f"lr_scheduler.{x}") for x in ("_name", "warmup_updates"))
+    if scheduler == "inverse_sqrt" and not warm_up:
+        raise UsageError(f"--warmup-updates 0 with --lr-scheduler {scheduler}: expected 1 or more")
     for option in ("adam_betas", "adamax_betas", "lamb_betas", "adafactor_eps"):
         pair = _value(cfg, name := f"optimizer.{option}")
         if pair is not None and not _is_pair(pair):

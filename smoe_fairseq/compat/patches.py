@@ -153,11 +153,8 @@ def _in_command(function: Callable, *arguments, **options):
 
 def is_fairseq_command() -> bool:
     """Whether this process runs a command of fairseq, however it was started."""
-    main = sys.modules["__main__"]
-    folder, file = os.path.split(getattr(main, "__file__", None) or "")
-    spec = getattr(main, "__spec__", None)
-    names = (file, os.path.basename(folder), spec.name if spec else "")
-    return any(name.startswith(("fairseq-", "fairseq_cli")) for name in names)
+    folder, file = os.path.split(getattr(sys.modules["__main__"], "__file__", None) or "")
+    return file.startswith("fairseq-") or os.path.basename(folder) == "fairseq_cli"
 
 
 # Lets ``--bf16`` train on the GPU or the CPU.

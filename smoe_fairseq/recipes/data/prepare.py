@@ -54,8 +54,10 @@ def prepare(dataset: Dataset, flags: Sequence[str] = ()) -> None:
     with naming_settings(dataset, ["subwords"], flags), refusing_flags():
         parser.parse_args(parser.words)
     if source := source_of(dataset):
-        if flags:
-            raise UsageError(f"{' '.join(flags)}: the pretrained model {source} has its subwords")
+        own = dataset.own("pretrained") and dataset.own("subwords")
+        if named := " ".join(flags) or own and f"{dataset.file}: `subwords`":
+            kept = f"the pretrained model {source} keeps its own, and `add-subwords` adds some"
+            raise UsageError(f"{named}: {kept}")
         with quietly():
             from smoe_fairseq.recipes.data.adapt import check_languages, languages_of  # fairseq
 
