@@ -133,3 +133,13 @@ def test_a_direction_has_the_counts_of_its_own_text(tmp_path):
     (tmp_path / "train.zh-CN-aa.aa.idx").unlink()
     result = smoe("shortlist", tmp_path, "--output", tmp_path / "other.npz", check=False)
     refused(result, "train.zh-CN-aa.")
+
+
+def test_all_shards_count(tmp_path):
+    for number, more in enumerate((1, 2)):
+        (tmp_path / f"shard{number}").mkdir()
+        dictionary = write_pair(tmp_path / f"shard{number}", "aa", "bb", more)
+    smoe("shortlist", tmp_path, "--candidates", 2, "--frequent", 1)
+    shortlist = Shortlist(tmp_path / "shortlist.npz", task_of(dictionary)).of("aa", "bb")
+    for token in (6, 9, 12):
+        assert {token + 1, token + 2} <= set(shortlist(torch.tensor([[token]])).tolist())

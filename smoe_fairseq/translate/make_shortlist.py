@@ -52,11 +52,13 @@ def candidates(
     return table_SC, order[count_T[order] > 0].astype(np.int32)
 
 
-def _occurrences(prefix: Path, dictionary: Dictionary, lines: int) -> sparse.csr_matrix:
+def _occurrences(files: list[Path], dictionary: Dictionary, lines: int) -> sparse.csr_matrix:
     """The tokens of each of the first sentences, ``(N, vocabulary)`` of ones; without special tokens."""
-    with quietly():
-        data = data_utils.load_indexed_dataset(str(prefix), dictionary)
-    rows = [np.unique(data[i].numpy()) for i in range(min(lines, len(data)))]
+    rows = []
+    for file in files:
+        with quietly():
+            data = data_utils.load_indexed_dataset(str(file.with_suffix("")), dictionary)
+        rows += [np.unique(data[i].numpy()) for i in range(min(lines - len(rows), len(data)))]
     rows = [row[row >= dictionary.nspecial] for row in rows]
     ends = np.cumsum([0, *map(len, rows)])
     ids = np.concatenate([*rows, np.empty(0, dtype=np.int64)])
@@ -81,7 +83,8 @@ def run_shortlist(args: Namespace) -> None:
         refuse_existing(args.output, f"--output {args.output}")
     output = args.output or args.data / FILE
     texts: dict[str, list[str]] = {}  # the languages of each pair; their codes may have hyphens
-    for file in args.data.glob("train.*-*.*.idx"):
+    shards = sorted(filter(Path.is_dir, args.data.glob("shard*"))) or [args.data]
+    for file in shards[0].glob("train.*-*.*.idx"):
         if len(parts := file.name.split(".")) == 4:
             texts.setdefault(parts[1], []).append(parts[2])
     if not texts:
@@ -97,7 +100,7 @@ def run_shortlist(args: Namespace) -> None:
     content: dict[str, object] = {"directions": []}
     dictionaries = {}
     for language in sorted({language for pair in pairs for language in pair}):
-        file = args.data / f"dict.{language}.txt"
+        file = shards[0] / f"dict.{language}.txt"
         if not file.is_file():
             raise UsageError(f"{file} is missing: expected the dictionary in the data folder")
         with quietly():
@@ -107,8 +110,9 @@ def run_shortlist(args: Namespace) -> None:
     for pair in sorted(pairs):
         sides = {}
         for language in pair:
-            prefix = args.data / f"train.{'-'.join(pair)}.{language}"
-            sides[language] = _occurrences(prefix, dictionaries[language], args.lines)
+            files = [shard / f"train.{'-'.join(pair)}.{language}.idx" for shard in shards]
+            files = [file for file in files if file.exists()]
+            sides[language] = _occurrences(files, dictionaries[language], args.lines)
         counts = {side.shape[0] for side in sides.values()}
         if len(counts) > 1:
             raise UsageError(f"{args.data}: the sides of {'-'.join(pair)} have different lengths")
