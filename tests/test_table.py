@@ -498,7 +498,7 @@ def test_other_metrics_have_a_table_of_their_own(folder):
     runs = folder / "runs/multi30k"
     chrf = ("chrF++", [50.0, "nrefs:1|nw:2"])
     for name, others in (
-        ("dense", dict([chrf])),
+        ("dense", dict([chrf, ("chrF3+", [31.0, "nrefs:1|nw:1"])])),
         ("moe", dict([chrf, ("spBLEU", [7.0, "tok:f"])])),
     ):
         change_scores(runs / name, "en-de", others=others)
@@ -506,6 +506,9 @@ def test_other_metrics_have_a_table_of_their_own(folder):
     assert printed.count(" 50.00 |") == 2 and "sacreBLEU's chrF++ nrefs:1|nw:2" in printed
     printed = table(folder, "multi30k", "--metric", "spbleu").stdout
     assert printed.count("7.00 |") == 1 and "scripts/evaluate.sh multi30k dense" in printed
+    printed = table(folder, "multi30k", "--metric", "chrF3+").stdout  # by a data set's sacrebleu
+    assert printed.count(" 31.00 |") == 1 and "multi30k moe" in printed
+    printed = table(folder, "multi30k", "--metric", "spbleu").stdout
     assert "tokenizer flores200" in printed  # without its model, another evaluation adds nothing
     compared = table(folder, "multi30k", "--metric", "chrf++", "--compare", "dense", "moe").stdout
     assert "50.00" in compared and "0.00" in compared

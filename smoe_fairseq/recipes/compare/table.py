@@ -106,7 +106,9 @@ def _by_class(dataset: Dataset, classes: Mapping[str, Sequence[str] | None]) -> 
 
 def print_table(dataset: Dataset, format: str, metric: str, compare: Sequence[str] | None) -> None:
     """Print the table of a data set, or the comparison of two of its methods or runs."""
-    known = {name.lower(): name for name in (*scores.METRICS, *dataset.metrics)}
+    runs = () if compare else (scores.read(Folders(dataset).runs / n) for n in runs_of(dataset))
+    scored = {name for run in runs for score in run.values() for name in score.others}  # chrF3 too
+    known = {name.lower(): name for name in (*scored, *scores.METRICS, *dataset.metrics)}
     if metric.lower() not in known:
         raise UsageError(f"--metric {metric}: expected one of {', '.join(known)}")
     metric = known[metric.lower()]
@@ -263,6 +265,7 @@ def _notes(
         rest = {
             scores.COMET: " --comet comet-score",
             scores.SPBLEU: f", after {download}",
+            scores.CHRF: f", with `sacrebleu: {{chrf-word-order: 2, chrf-beta: 2}}` in {dataset.file}",
             "TER": f", with `sacrebleu: {{metrics: [bleu, chrf, ter]}}` in {dataset.file}",
             "chrF": f", with `sacrebleu: {{chrf-word-order: 0}}` in {dataset.file}",
         }
