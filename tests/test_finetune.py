@@ -252,6 +252,12 @@ def test_refused_before_anything_is_written(nllb, tmp_path, change, named):
     assert not (tmp_path / "data").exists()
 
 
+def test_training_is_not_shown_before_the_models_sizes_are_known(nllb, tmp_path):
+    settings = write_dataset(tmp_path / "configs", "mine", pretrained=str(nllb), **SETTINGS)
+    result = step_here("train", "mine", "dense", cwd=tmp_path, DRY_RUN="1", GPUS="0", **settings)
+    refused(result, "scripts/prepare.sh mine")
+
+
 @pytest.fixture(scope="module")
 def from_experts(prepared, tmp_path_factory) -> tuple[Path, dict[str, str]]:
     """As ``tuned``, from a run with experts, which trained a part of its model."""

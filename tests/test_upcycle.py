@@ -16,6 +16,8 @@ from test_training import train as train_smoe
 
 import smoe_fairseq.models  # noqa: F401  (as --user-dir does)
 from smoe_fairseq.models.transformer import moe_blocks
+from smoe_fairseq.modules.branches import SharedExperts
+from smoe_fairseq.modules.registry import BRANCHES
 
 SIZES = "--encoder-embed-dim 48 --encoder-ffn-embed-dim 64".split()
 
@@ -258,6 +260,12 @@ def test_options_that_make_no_such_model(dense, tmp_path, words):
     sentence = refusal(*asked)
     assert words.split()[0] in sentence and str(dense) not in sentence  # which is sound
     assert not list(tmp_path.iterdir())
+
+
+def test_a_plugins_branch_would_change_the_output(dense, tmp_path, monkeypatch):
+    monkeypatch.setitem(BRANCHES, "wide", SharedExperts)
+    words = ("--smoe-strata", "4", "--moe-branches", "wide", "--output", tmp_path / "up.pt")
+    assert "--moe-branches wide" in refusal("upcycle", dense, *words)
 
 
 def set_option(name: str, value):

@@ -90,6 +90,7 @@ def _rules(config: SMoETransformerConfig) -> Iterator[tuple[str, bool, str, str]
         yield name, bool(getattr(config, name)), why, "0"
     for name in ("moe_shared_experts", "moe_residual", "moe_cmr", "moe_stacked"):
         yield name, bool(getattr(config, name)), "the FFN would count twice", "none"
+    yield "moe_branches", bool(config.moe_branches), "it adds to the FFN's output", "none"
     why = "experts are copies of the FFN"
     yield "moe_output_init_scale", config.moe_output_init_scale != 1, why, "1.0"
     widths = (getattr(config, f"{side}_ffn_embed_dim") for side in SIDES)

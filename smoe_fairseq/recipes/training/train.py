@@ -68,7 +68,7 @@ def train(dataset: Dataset, method: str, flags: Sequence[str], force_resume: boo
     if "TORCHELASTIC_RUN_ID" in os.environ:
         raise UsageError("torchrun: a recipe starts it itself; expected --gpus instead")
     folders = Folders(dataset)
-    if not dataset.settings.dry_run:
+    if not dataset.settings.dry_run or pretrained.source_of(dataset):  # whose sizes are needed
         folders.check_prepared()
         if changed := changed_setting(dataset):
             warn(f"{folders.binary} was prepared with other {changed}, and is trained on as it is")
