@@ -8,6 +8,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+import sentencepiece
 from commands import contents, succeeded
 from sampling import soak
 from test_preparation import preprocess
@@ -167,6 +168,14 @@ def test_a_part_that_is_missing_is_named(tmp_path, given, published, name, kind)
     assert str(source) in said and MISSING[name] in said and "--raw folder" in said
 
 
+def other_model() -> bytes:
+    model, text = io.BytesIO(), (f"{n} zyx{n}wvu" for n in range(1000))
+    options = {"vocab_size": 60, "minloglevel": 2}
+    train = sentencepiece.SentencePieceTrainer.train
+    train(sentence_iterator=text, model_writer=model, **options)
+    return model.getvalue()
+
+
 def other_order(content: bytes) -> bytes:
     first, second, rest = content.split(b"\n", 2)
     return b"\n".join((second, first, rest))
@@ -180,7 +189,8 @@ WRONG = {
     ),
     "an index that is cut off": (f"{TEXT}/valid.eng-nso.nso.idx", lambda c: c[:-5], "is cut off"),
     "no index at all": (f"{TEXT}/valid.eng-nso.nso.idx", lambda c: b"", "is cut off"),
-    "no model": (MODEL, lambda c: b"text", f"{MODEL} is not a sentencepiece model"),
+    "no model": (MODEL, lambda c: b"text", f"{MODEL} is not a model of sentencepiece"),
+    "a model of other text": (MODEL, lambda c: other_model(), f"{MODEL} does not fit"),
     "a test that is shorter": (
         f"{TEST}.eng-nso.nso",
         lambda c: c[: c.rindex(b"\n", 0, -1) + 1],

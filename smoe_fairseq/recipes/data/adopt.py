@@ -24,7 +24,7 @@ from smoe_fairseq.recipes.data.raw import (
 from smoe_fairseq.recipes.data.subwords import encode_files
 from smoe_fairseq.recipes.datasets import Dataset, both_orders
 from smoe_fairseq.recipes.folders import final
-from smoe_fairseq.subwords import read_subwords, write_sums
+from smoe_fairseq.subwords import SPECIAL, check_pieces, read_subwords, write_sums
 
 
 def adopt(dataset: Dataset, source: Path, raw: Path, output: Path, longest: int = 0) -> None:
@@ -47,8 +47,8 @@ def adopt(dataset: Dataset, source: Path, raw: Path, output: Path, longest: int 
         else:
             extract(source, targets)
         archive = _Archive(dataset, source, numbers, original)
-        archive.check_subwords()
         archive.complete_dictionaries()
+        archive.check_subwords()
         sizes = {pair: archive.count(pair) for pair in dataset.pairs}
         archive.write_tests(text, longest)
         shutil.rmtree(original)
@@ -124,10 +124,11 @@ class _Archive:
         name, model = self.layout["vocabulary"], self.numbers / "spm.model"
         if not model.exists():
             raise self.missing(name, "the model of the subwords")
+        words = [*read_dictionary(self.numbers / "dict.txt")]
         try:
-            read_subwords(model)
-        except UsageError:
-            raise UsageError(f"{self.source}: {name} is not a sentencepiece model") from None
+            check_pieces(model, words[len(SPECIAL) :])
+        except UsageError as error:
+            raise UsageError(str(error).replace(str(model), f"{self.source}: {name}")) from None
 
     def complete_dictionaries(self) -> None:
         """Write the dictionary under every name that fairseq reads."""
