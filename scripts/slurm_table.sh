@@ -36,7 +36,7 @@ for method in "${methods[@]}"; do
         job="JOB_OF_${method^^}"
         echo "${output%%$'\n'*}"
     fi
-    score=(sbatch --dependency="afterok:$job" --kill-on-invalid-dep=yes --job-name=smoe-score --nodes=1
+    score=(sbatch --export=ALL --dependency="afterok:$job" --kill-on-invalid-dep=yes --job-name=smoe-score --nodes=1
         --gpus-per-node=1 --cpus-per-task=8 --output=%x-%j.log
         --wrap "NODES=1 GPUS=1 $(printf '%q ' "$scripts/evaluate.sh" "$dataset" "$method")")
     if [[ ${DRY_RUN:-0} == 0 ]]; then

@@ -135,6 +135,7 @@ def test_what_a_file_may_not_hold(configs, content, words):
     [
         *(("prepare odd", f"subwords.{x}", 0) for x in ("vocab-size", "model-type", "output")),
         ("prepare odd", "subwords.byte-fallback", "false"),
+        ("prepare odd", "subwords.user-defined-symbols", ["<br>", "__fr__"]),
         *(("train odd moe", x, "x") for x in ("train.dropout", "train.dropoot", "task.task")),
         ("train odd moe", "methods.moe.clip-norm", "x"),
         ("train odd moe", "methods.moe.smoe-strata", "0-0"),

@@ -55,7 +55,9 @@ def run(tmp_path: Path, environment: dict[str, str], script: str, *words: str):
 def test_submission(tmp_path, cluster):
     words = ("slurm.sh", "m15", "smoe-4-12", "--lr", "1")
     assert run(tmp_path, cluster | {"NODES": "2"}, *words).returncode == 0
-    expected = f"--nodes=2 --gpus-per-node=8 {ROOT}/scripts/slurm.sh m15 smoe-4-12 --lr 1\n"
+    expected = (
+        f"--export=ALL --nodes=2 --gpus-per-node=8 {ROOT}/scripts/slurm.sh m15 smoe-4-12 --lr 1\n"
+    )
     assert (tmp_path / "submitted").read_text() == expected
     assert (tmp_path / "exported").read_text() == f"2 8 slurm {ROOT}/scripts\n"
 
@@ -91,9 +93,13 @@ def test_a_dry_run_of_a_table_prints_two_jobs_for_each_of_its_rows(tmp_path, clu
     lines = result.stdout.splitlines()
     methods = methods or list(tables()["m4"]["rows"])
     assert [line.split()[-1] for line in lines[::2]] == list(methods)
-    first = f"sbatch --nodes=2 --gpus-per-node=8 {ROOT}/scripts/slurm.sh m4 {methods[0]} "
+    first = (
+        f"sbatch --export=ALL --nodes=2 --gpus-per-node=8 {ROOT}/scripts/slurm.sh m4 {methods[0]} "
+    )
     assert lines[0] == first
-    assert all(line.startswith("sbatch --dependency=afterok:JOB_OF_") for line in lines[1::2])
+    assert all(
+        line.startswith("sbatch --export=ALL --dependency=afterok:JOB_OF_") for line in lines[1::2]
+    )
     assert not (tmp_path / "submitted").exists()
 
 
@@ -103,7 +109,7 @@ def test_scores_of_a_table_wait_for_training(tmp_path, cluster, on):
     words = ("slurm_table.sh", "m15", "moe", "smoe-4-12")
     assert run(tmp_path, cluster | {"ON": on}, *words).returncode == 0
     train, score, other, _ = (tmp_path / "submitted").read_text().splitlines()
-    assert train == f"--nodes=1 --gpus-per-node=8 {ROOT}/scripts/slurm.sh m15 moe"
+    assert train == f"--export=ALL --nodes=1 --gpus-per-node=8 {ROOT}/scripts/slurm.sh m15 moe"
     assert other == train.removesuffix("moe") + "smoe-4-12"
     assert "--dependency=afterok:1 " in score and "--kill-on-invalid-dep=yes" in score
     assert score.endswith(f"--wrap NODES=1 GPUS=1 {ROOT}/scripts/evaluate.sh m15 moe ")

@@ -52,7 +52,10 @@ def prepare(dataset: Dataset, flags: Sequence[str] = ()) -> None:
     add_subword_options(parser)
     parser.words = [*arguments(dataset.subwords), *flags]  # for its errors
     with naming_settings(dataset, ["subwords"], flags), refusing_flags():
-        parser.parse_args(parser.words)
+        symbols = parser.parse_args(parser.words).user_defined_symbols
+        if taken := {*symbols} & {f"__{language}__" for language in dataset.languages}:
+            token = "expected another word than the token of a language"
+            raise UsageError(f"--user-defined-symbols {min(taken)}: {token}")
     if source := source_of(dataset):
         own = dataset.own("pretrained") and dataset.own("subwords")
         if named := " ".join(flags) or own and f"{dataset.file}: `subwords`":
