@@ -198,6 +198,7 @@ def test_router_logits_attention_and_hidden_states(exported):
         ((first, second),) = logits  # one MoE layer, of two strata: 4-4
         assert first.shape[1] == 8 and second.shape[1] == 4
     assert len(output.decoder_hidden_states) == len(output.encoder_hidden_states) == 3
+    assert torch.equal(output.encoder_hidden_states[-1], output.encoder_last_hidden_state)
     for attention in (output.decoder_attentions[0], output.cross_attentions[0]):
         assert torch.allclose(attention.sum(-1), torch.ones(()), atol=1e-5)
     assert isinstance(model(source, source != 1, given, return_dict=False), tuple)

@@ -263,7 +263,7 @@ class Side(nn.Module):
         """All layers and the last norm.
 
         Returns:
-            By name: the output ``x``; tuples over layers: ``hidden`` (beginning with the embeddings),
+            By name: the output ``x``; tuples over layers: ``hidden`` (from the embeddings to ``x``),
             ``self`` and ``cross`` attention, ``stats`` and ``logits`` of MoE layers.
         """
         outputs = {"hidden": [x], "self": [], "cross": [], "stats": [], "logits": []}
@@ -289,7 +289,7 @@ class Side(nn.Module):
                 if value is not None:
                     outputs[name].append(value)
         if self.layer_norm is not None:
-            x = self.layer_norm(x)
+            x = outputs["hidden"][-1] = self.layer_norm(x)
         outputs["logits"] = [tuple(logits) for logits in outputs["logits"]]
         return {"x": x, **{name: tuple(values) for name, values in outputs.items()}}
 
