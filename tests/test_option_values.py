@@ -216,7 +216,8 @@ def test_a_weight_without_its_loss_is_told_of(corpus, tmp_path):
 
 
 def test_a_stack_trace_can_be_asked_for(corpus, tmp_path):
-    command = ("fairseq-train", corpus, "--save-dir", tmp_path, *TINY, "--warmup-updates", 0)
+    wrong = ("--encoder-attention-heads", 3)  # an assertion of fairseq
+    command = ("fairseq-train", corpus, "--save-dir", tmp_path, *TINY, *wrong)
     quiet = run(*command, check=False).stdout
     assert "Traceback" not in quiet and "SMOE_DEBUG=1" in quiet.splitlines()[-1]
     result = run(*command, check=False, SMOE_DEBUG="1")
