@@ -156,13 +156,9 @@ def sizes_of_gate(block: StratifiedMoE) -> dict[str, list[int]]:
     options, visible, own = (block.config, block.embed_dim), block.strata.visible, block.strata.own
     with shapes_only():
         one, more = (block.kind(*options, visible[0] + n, own[0] + n) for n in (0, 1))
-    shapes = {name: tensor.shape for name, tensor in more.state_dict().items()}
-    return {
-        name: [
-            i for i, (size, other) in enumerate(zip(tensor.shape, shapes[name])) if size != other
-        ]
-        for name, tensor in one.state_dict().items()
-    }
+    pairs = zip(one.state_dict().items(), more.state_dict().values(), strict=True)
+    shapes = {name: enumerate(zip(few.shape, many.shape)) for (name, few), many in pairs}
+    return {name: [i for i, (a, b) in shape if a != b] for name, shape in shapes.items()}
 
 
 @dataclass(frozen=True)

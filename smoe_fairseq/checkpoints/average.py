@@ -140,9 +140,7 @@ def _check_alike(first_path: Path, first: dict, path: Path, other: dict) -> None
         had = " ".join(flags.values())
         raise UsageError(f"{path} differs from {first_path}: its training had {had}")
     one, two = (outline["dictionaries"] or {} for outline in (first, other))
-    both = (
-        one.keys() & two.keys()
-    )  # a model that is fine-tuned may have fewer languages than its start
+    both = one.keys() & two.keys()  # fine-tuning may have fewer languages than its start
     if any(one[name] != two[name] for name in both) or one and two and not both:
         raise UsageError(f"{path} was trained with another dictionary than {first_path}")
     if other["seed"] != first["seed"]:

@@ -105,7 +105,9 @@ class Dataset:
     @property
     def kept_directions(self) -> tuple[str, ...]:
         """The directions that are scored and not trained."""
-        return tuple(d for pair in self.keep for d in both_orders(pair)[: 1 if self.one_way else 2])
+        if self.one_way:
+            return self.keep
+        return tuple(order for pair in self.keep for order in both_orders(pair))
 
     @property
     def all_directions(self) -> tuple[str, ...]:
