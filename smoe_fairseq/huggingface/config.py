@@ -91,11 +91,8 @@ class SMoEConfig(PretrainedConfig):
         return getattr(self, f"{side}_{name}")
 
 
-_OF_LAYERS = (
-    "activation_fn",
-    "dropout",
-    "activation_dropout",
-)  # of all layers, with experts or not
+# Options of all layers, with experts or not.
+_OF_LAYERS = ("activation_fn", "dropout", "activation_dropout")
 _SIDE_DEFAULTS = {
     "embed_dim": 512,
     "ffn_embed_dim": 2048,

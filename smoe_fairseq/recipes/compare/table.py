@@ -106,9 +106,10 @@ def _by_class(dataset: Dataset, classes: Mapping[str, Sequence[str] | None]) -> 
 
 def print_table(dataset: Dataset, format: str, metric: str, compare: Sequence[str] | None) -> None:
     """Print the table of a data set, or the comparison of two of its methods or runs."""
-    runs = () if compare else (scores.read(Folders(dataset).runs / n) for n in runs_of(dataset))
-    scored = {name for run in runs for score in run.values() for name in score.others}  # chrF3 too
-    known = {name.lower(): name for name in (*scored, *scores.METRICS, *dataset.metrics)}
+    known = {name.lower(): name for name in (*scores.METRICS, *dataset.metrics)}
+    if metric.lower() not in known and not compare:  # chrF3, by the data set's `sacrebleu`
+        runs = (scores.read(Folders(dataset).runs / name) for name in runs_of(dataset))
+        known |= {n.lower(): n for run in runs for score in run.values() for n in score.others}
     if metric.lower() not in known:
         raise UsageError(f"--metric {metric}: expected one of {', '.join(known)}")
     metric = known[metric.lower()]

@@ -126,7 +126,7 @@ def learn_from(
     raw = files[0] if len(files) == 1 else files[0].parent
     symbols = list(user_defined_symbols)
     if normalization == "nfc":
-        symbols = list({unicodedata.normalize("NFC", symbol): 0 for symbol in symbols})
+        symbols = [*dict.fromkeys(unicodedata.normalize("NFC", symbol) for symbol in symbols)]
     _check_memory(raw, files, options)
     model = io.BytesIO()
     with tempfile.TemporaryDirectory() as folder, ended_by_signals():

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from smoe_fairseq.errors import UsageError, quietly
 from smoe_fairseq.files import write_whole
-from smoe_fairseq.flags import flag_of, values_of
+from smoe_fairseq.flags import differing_flags, flag_of, values_of
 from smoe_fairseq.host_memory import cores
 from smoe_fairseq.journal import Journal
 from smoe_fairseq.recipes.data.text_files import workers_for
@@ -183,9 +183,11 @@ class Model:
             is_named = str(error).startswith(tuple(overrides))
             raise (UsageError(f"--model-overrides {error}") if is_named else error) from None
         saved, given = map(values_of, (translator.task.cfg or translator.task.args, cfg.task))
-        for name in (*LANGUAGE_TOKENS, "max_source_positions", "truncate_source"):
-            if flag_of(name) in self.typed and given[name] != saved.get(name, given[name]):
-                raise UsageError(f"{flag_of(name)}: expected {saved[name]}, as in training")
+        names = {*LANGUAGE_TOKENS, "max_source_positions", "truncate_source"}
+        both = sorted(names & saved.keys() & given.keys())
+        read = {name: saved[name] for name in both if flag_of(name) in self.typed}
+        for name, had in differing_flags(read, given).items():
+            raise UsageError(f"{flag_of(name)}: the training had {had}; expected the same")
         translator.cfg.generation = cfg.generation  # for models that use fairseq's search
         if cfg.common.fp16:
             translator.half()
