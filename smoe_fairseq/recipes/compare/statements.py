@@ -157,7 +157,7 @@ def _left_out(statements: Sequence[Statement], parts: Sequence[Systems]) -> list
             f"- **Runs left out**, since their last loss is not finite: {', '.join(diverged)}."
         )
     if lengths:
-        notes.append(f"- **Different numbers of updates**: {'; '.join(lengths)}.")
+        notes.append(f"- **Different numbers of updates**: {'; '.join(dict.fromkeys(lengths))}.")
     return notes
 
 
