@@ -27,13 +27,6 @@ def some(values, *chosen, first: int = 0) -> list:
     return [value if value in chosen else halves[value](value) for value in values]
 
 
-def sample(*values) -> list:
-    """All combinations, of which ``make soak`` runs a pairwise sample."""
-    cases = list(itertools.product(*values))
-    chosen = pairwise([dict(enumerate(case)) for case in cases])
-    return [soak(*case) if i in chosen else rest(*case) for i, case in enumerate(cases)]
-
-
 def pairwise(cases: Sequence[dict]) -> list[int]:
     """A few of the cases, by position, in which any two values occur together that do so in one of all.
 

@@ -8,7 +8,6 @@ import torch
 from commands import PLUGIN, sentence_of
 from fairseq.dataclass.configs import FairseqConfig
 from ranks import fairseq_train
-from sampling import sample
 
 from smoe_fairseq.checkpoints.sets import Shards
 from smoe_fairseq.modules.parallel import Placement
@@ -69,7 +68,6 @@ SETTINGS = {
     "accumulated-clipped": ["--update-freq", 2, "--clip-norm", 0.5],
     "released": ["--smoe-norm", "released"],
 }
-STRATA = ("8", "4-4", "2-2-2-2")
 
 
 def with_setting(setting: str, more: int) -> list:
@@ -114,7 +112,11 @@ def in_double(arguments):
     fairseq_train(arguments)
 
 
-@pytest.mark.parametrize("strata, setting", sample(STRATA, SETTINGS))
+@pytest.mark.soak
+@pytest.mark.parametrize(
+    "strata, setting",
+    [("8", "plain"), ("4-4", "accumulated-clipped"), ("2-2-2-2", "released")],
+)
 def test_equals_one_process_in_double_precision(ranks, small_corpus, tmp_path, strata, setting):
     for world_size in (1, 2, 4):
         folder = tmp_path / str(world_size)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from commands import PLUGIN, changed, contents, generate, hypotheses, load, refused, run, smoe
+from commands import PLUGIN, changed, contents, generate, load, refused, run, smoe
 from test_expert_parallel import checkpoint, flags, furthest, whole
 
 from smoe_fairseq.checkpoints.sets import Shards
@@ -19,25 +19,25 @@ UPDATES = 2
 
 
 @pytest.fixture(scope="module")
-def set_of_4(ranks, small_corpus, tmp_path_factory) -> Path:
-    """Folder of a run on 4 ranks, with the optimizer's state."""
-    folder = tmp_path_factory.mktemp("set-of-4")
+def set_of_2(ranks, small_corpus, tmp_path_factory) -> Path:
+    """Folder of a run on 2 ranks, with the optimizer's state."""
+    folder = tmp_path_factory.mktemp("set-of-2")
     arguments = flags(small_corpus, folder, "--expert-parallel", "--max-update", UPDATES)
-    ranks.train(folder, 4, *arguments)
+    ranks.train(folder, 2, *arguments)
     return folder
 
 
 @pytest.fixture(scope="module")
-def resharded(set_of_4, tmp_path_factory) -> dict[str, Path]:
-    """The same for 2 processes, of that for 1, of that for 4 again; and consolidated."""
+def resharded(set_of_2, tmp_path_factory) -> dict[str, Path]:
+    """The same for 4 processes, of that for 1, of that for 2 again; and consolidated."""
     top = tmp_path_factory.mktemp("resharded")
-    folders = {"4": set_of_4, **{name: top / name for name in ("2", "1", "4 again")}}
+    folders = {"2": set_of_2, **{name: top / name for name in ("4", "1", "2 again")}}
     for one, other in zip(list(folders)[:-1], list(folders)[1:], strict=True):
         command = ["reshard", folders[one] / "checkpoint_last.pt", "--world-size", other[0]]
         call(*command, "--output", folders[other] / "checkpoint_last.pt")
     folders["consolidated"] = top / "consolidated"
     output = folders["consolidated"] / "checkpoint_last.pt"
-    call("consolidate", set_of_4 / "checkpoint_last.pt", "--output", output)
+    call("consolidate", set_of_2 / "checkpoint_last.pt", "--output", output)
     return folders
 
 
@@ -50,7 +50,7 @@ def refusal(*words) -> str:
 
 
 def test_resharding_to_and_fro_changes_no_bit(resharded):
-    before, after = checkpoint(resharded["4"]), checkpoint(resharded["4 again"])
+    before, after = checkpoint(resharded["2"]), checkpoint(resharded["2 again"])
     for one, other in zip(before.states, after.states, strict=True):
         tensors = [list(shards.tensors(s)) for shards, s in ((before, one), (after, other))]
         assert [name for name, _, _ in tensors[0]] == [name for name, _, _ in tensors[1]]
@@ -68,14 +68,9 @@ def test_the_consolidated_checkpoint_needs_no_flag(small_corpus, resharded):
     path = resharded["consolidated"] / "checkpoint_last.pt"
     content = load(path)
     assert "last_optimizer_state" not in content
-    whole_model = whole(resharded["4"])
+    whole_model = whole(resharded["2"])
     assert all(torch.equal(content["model"][name], value) for name, value in whole_model.items())
     assert len(generate(small_corpus, path, "--user-dir", PLUGIN)) == 50
-    arguments = [small_corpus, "--user-dir", PLUGIN, "--path", path, "--cpu"]
-    answer = run("fairseq-interactive", *arguments, "--max-len-b", 9, stdin="ax by\n")
-    assert list(hypotheses(answer.stdout)) == [0]
-    arguments += ["--task", "translation", "--max-tokens", 400, "--num-workers", 0]
-    assert "requested_capacity" in run("fairseq-validate", *arguments).stdout
 
 
 def test_finetuning_from_a_whole_checkpoint(ranks, small_corpus, resharded, tmp_path):
@@ -83,7 +78,7 @@ def test_finetuning_from_a_whole_checkpoint(ranks, small_corpus, resharded, tmp_
     source = resharded["consolidated"] / "checkpoint_last.pt"
     arguments = flags(small_corpus, tmp_path, "--expert-parallel", "--lr", 0, "--max-update", 1)
     ranks.train(tmp_path, 2, *arguments, "--finetune-from-model", source)
-    assert furthest(whole(tmp_path), whole(resharded["4"])) == 0
+    assert furthest(whole(tmp_path), whole(resharded["2"])) == 0
 
 
 def test_a_larger_set_of_the_same_name_goes_with_force(resharded, tmp_path):
@@ -108,11 +103,12 @@ DAMAGES = {
         for file, content in zip((one, other), (other.read_bytes(), one.read_bytes()))
     ],
     "missing": lambda one, other: other.unlink(),
-    "duplicated": lambda one, other: shutil.copy(one, other),
     # Of another run, after as many updates.
     "foreign": lambda _, other: changed(other, other, lambda s: s["smoe_experts"].update(save="0")),
     "of stock fairseq": lambda _, other: changed(other, other, lambda s: s.pop("smoe_experts")),
 }
+
+TRAINED = ("cut", "swapped", "of stock fairseq")  # of the others training makes the same checks
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
@@ -126,24 +122,19 @@ def test_bad_files_are_named(ranks, small_corpus, resharded, tmp_path, damage):
     assert words in refusal("consolidate", path, "--output", output)
     assert words in refusal("reshard", path, "--world-size", 4, "--output", output)
     assert not output.parent.exists()
-
-    arguments = flags(small_corpus, folder, "--expert-parallel", "--max-update", 6)
-    ranks.start(tmp_path / "logs", 2, *arguments).refused(words)
+    if damage in TRAINED:
+        arguments = flags(small_corpus, folder, "--expert-parallel", "--max-update", 6)
+        ranks.start(tmp_path / "logs", 2, *arguments).refused(words)
     assert contents(folder) == before
 
 
-@pytest.mark.parametrize(
-    "name, world_size, words",
-    [("4", 2, "smoe reshard"), ("4", 1, "--expert-parallel"), ("1", 2, "smoe reshard")],
-)
+@pytest.mark.parametrize("name", ["4", "1"])
 def test_another_number_of_processes_is_told_what_to_do(
-    ranks, small_corpus, resharded, tmp_path, name, world_size, words
+    ranks, small_corpus, resharded, tmp_path, name
 ):
-    folder = tmp_path / "run"
-    shutil.copytree(resharded[name], folder)
-    parallel = ["--expert-parallel"] if world_size > 1 else []
-    arguments = flags(small_corpus, folder, *parallel, "--max-update", 6)
-    ranks.start(tmp_path / "logs", world_size, *arguments, one=world_size == 1).refused(words)
+    folder = shutil.copytree(resharded[name], tmp_path / "run")
+    arguments = flags(small_corpus, folder, "--expert-parallel", "--max-update", 6)
+    ranks.start(tmp_path / "logs", 2, *arguments).refused("smoe reshard")
 
 
 def test_a_run_without_a_file_of_its_set_does_not_resume(resharded, tmp_path):
@@ -194,14 +185,14 @@ def test_flattened_optimizer_state_is_called_so(resharded, tmp_path):
     assert not out.exists()
 
 
-def test_a_rank_file_is_no_model_to_translate_with(small_corpus, set_of_4):
-    path = rank_file(set_of_4 / "checkpoint_last.pt", 1)
+def test_a_rank_file_is_no_model_to_translate_with(small_corpus, set_of_2):
+    path = rank_file(set_of_2 / "checkpoint_last.pt", 1)
     arguments = [small_corpus, "--user-dir", PLUGIN, "--path", path, "--cpu"]
     refused(run("fairseq-generate", *arguments, check=False), "smoe consolidate")
 
 
-def test_tensors_stay_on_disk_until_they_are_copied(set_of_4):
+def test_tensors_stay_on_disk_until_they_are_copied(set_of_2):
     """So memory holds the result, and of the files what the system can drop again."""
-    shards = checkpoint(set_of_4)
+    shards = checkpoint(set_of_2)
     mapped = Path("/proc/self/maps").read_text()
     assert all(str(file) in mapped for file in shards.files)

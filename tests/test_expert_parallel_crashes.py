@@ -1,21 +1,18 @@
 """Whenever a run is killed, it resumes from its newest complete set, and ends as if nothing had been."""
 
-import os
 import random
 import re
 import shutil
-import signal
 import time
 
 import pytest
 from programs import wait_until
-from ranks import Ranks, fairseq_train
-from sampling import soak
+from ranks import Ranks
 from test_expert_parallel import checkpoint, flags, furthest, whole
 
 from smoe_fairseq.checkpoints.reading import Record, open_checkpoint
 from smoe_fairseq.checkpoints.sets import Shards
-from smoe_fairseq.compat.checkpoint_names import PENDING, pending, rank_file
+from smoe_fairseq.compat.checkpoint_names import pending, rank_file
 from smoe_fairseq.errors import UsageError
 
 KILLS = 6
@@ -30,17 +27,6 @@ def saving_flags(data, folder, *more):
         *("--moe-second-expert-policy", "sampling", "--save-interval-updates", 1),
         *("--keep-interval-updates", 2, *more),
     ]
-
-
-@pytest.fixture(scope="module")
-def uninterrupted(ranks, small_corpus, tmp_path_factory):
-    """(folder, seconds from the first update to the end) of the run that nobody kills."""
-    folder = tmp_path_factory.mktemp("uninterrupted")
-    run = ranks.start(folder, 2, *saving_flags(small_corpus, folder))
-    wait_for_training(run)
-    start = time.monotonic()
-    run.finish()
-    return folder, time.monotonic() - start
 
 
 def wait_for_training(run):
@@ -86,9 +72,14 @@ def resume(ranks: Ranks, data, folder, uninterrupted, *more):
 
 
 @pytest.mark.soak
-def test_killed_at_random_moments(ranks, small_corpus, tmp_path, uninterrupted):
-    reference, seconds = uninterrupted
-    chance = random.Random(7)
+def test_killed_at_random_moments(ranks, small_corpus, tmp_path):
+    """Between the renamings of two ranks: test_expert_parallel_recovery.py."""
+    reference = tmp_path / "uninterrupted"
+    run = ranks.start(reference, 2, *saving_flags(small_corpus, reference))
+    wait_for_training(run)
+    start = time.monotonic()
+    run.finish()
+    seconds, chance = time.monotonic() - start, random.Random(7)
     resumed_from = set()
     for number in range(KILLS):
         folder = tmp_path / str(number)
@@ -101,51 +92,6 @@ def test_killed_at_random_moments(ranks, small_corpus, tmp_path, uninterrupted):
         resumed_from.add(resume(ranks, small_corpus, folder, reference, *more))
         shutil.rmtree(folder)
     assert len(resumed_from) > 2  # the moments were spread over the run
-
-
-def killed_while_publishing(moment: str, arguments):
-    """``fairseq-train`` in which rank 1 is killed around its fifth renaming to checkpoint_last.
-
-    "before" or "after" its own, with that of rank 0 done; or when it is the only one ("alone").
-    """
-    import torch.distributed as dist
-
-    from smoe_fairseq.training import sharded_checkpoints
-
-    original, count = sharded_checkpoints.os.replace, [0]
-
-    def replace(source, target):
-        if str(target).endswith("checkpoint_last-rank-1.pt") and str(source).endswith(PENDING):
-            count[0] += 1
-            if count[0] == 5:
-                if moment != "before":
-                    original(source, target)
-                time.sleep(0.3)  # rank 0 goes on
-                os.kill(os.getpid(), signal.SIGKILL)
-        alone = moment == "alone" and dist.get_rank() == 0
-        if alone and str(target).endswith("checkpoint_last-rank-0.pt"):
-            count[0] += 1
-            if count[0] == 5:
-                time.sleep(600)  # rank 0 never renames its own
-        original(source, target)
-
-    sharded_checkpoints.os.replace = replace
-    fairseq_train(arguments)
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize(
-    "moment, more", [soak("before", ()), ("before", ZERO), soak("after", ()), soak("alone", ())]
-)
-def test_killed_between_two_renamings(ranks, small_corpus, tmp_path, uninterrupted, moment, more):
-    reference, _ = uninterrupted
-    arguments = list(map(str, saving_flags(small_corpus, tmp_path, *more)))
-    run = ranks.start(tmp_path, 2, moment, arguments, function=killed_while_publishing)
-    wait_until(lambda: run.statuses()[1] is not None)
-    assert run.statuses()[1] == -9
-    run.kill()  # as a launcher does
-    run.wait()
-    assert resume(ranks, small_corpus, tmp_path, reference, *more) == 5
 
 
 def test_the_files_of_a_diverged_update_are_one_set(ranks, small_corpus, tmp_path):

@@ -6,9 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from commands import TORCHRUN, WITH_PLUGIN, run, start
 from ranks import train_with
-from sampling import soak
 from test_expert_parallel import averages, flags
 
 from smoe_fairseq.modules import StratifiedMoE
@@ -173,48 +171,9 @@ def train_until(moment: str, arguments):
     train_with(fail, arguments)
 
 
-@pytest.mark.parametrize(
-    "moment, words",
-    [
-        ("exception", "this batch cannot be read"),
-        ("out of memory", "out of memory with --expert-parallel: try --"),
-    ],
-)
-def test_a_process_that_fails_ends_all(ranks, small_corpus, tmp_path, moment, words):
+def test_a_process_that_fails_ends_all(ranks, small_corpus, tmp_path):
+    """One that is killed under torchrun: test_recipes_processes.py."""
     arguments = list(map(str, flags(small_corpus, tmp_path, "--expert-parallel")))
-    run = ranks.start(tmp_path, 2, moment, arguments, function=train_until)
-    assert run.wait() == [1] * 2
-    assert words in run.output(1)
-
-
-# In the third update a rank is killed; the other waits for it.
-LAUNCHED = """
-import os, signal
-import torch
-from fairseq.tasks.translation import TranslationTask
-from fairseq_cli.train import cli_main
-original = TranslationTask.train_step
-
-def train_step(self, *others, **options):
-    if options["update_num"] == 2 and str(torch.distributed.get_rank()) == os.environ["KILLED"]:
-        os.kill(os.getpid(), signal.SIGKILL)
-    return original(self, *others, **options)
-
-TranslationTask.train_step = train_step
-cli_main()
-"""
-
-
-@pytest.mark.parametrize("killed", [soak(0), 1])
-def test_a_process_that_is_killed_ends_all(small_corpus, tmp_path, killed):
-    """Which torchrun sees to; its processes each wait for a forked one."""
-    (tmp_path / "killed.py").write_text(LAUNCHED)
-    words = flags(small_corpus, tmp_path / "run", "--expert-parallel")
-    ranks = ("--standalone", "--nproc-per-node", 2, "--no-python", *start(WITH_PLUGIN))
-    command = ("python", "-P", "-m", TORCHRUN, *ranks, tmp_path / "killed.py", *words)
-    result = run(*command, check=False, KILLED=str(killed))
-    assert result.returncode == 1 and "done training" not in result.stdout
-    assert "num_updates" in result.stdout or "SIGKILL" in result.stdout, result.stdout[-3000:]
-    # torchrun may see first that the other rank has ended with a closed connection.
-    ends = (f"error: rank {killed} ", "error: another rank has ended")
-    assert any(end in result.stdout for end in ends) and "Traceback" not in result.stdout
+    run = ranks.start(tmp_path, 2, "out of memory", arguments, function=train_until)
+    run.refused("another rank has ended")
+    assert "out of memory with --expert-parallel: try --" in run.output(1)
