@@ -4,13 +4,14 @@ import errno
 import io
 import pickle
 import re
+import shutil
 import zipfile
 from pathlib import Path
 
 import handmade
 import pytest
 import torch
-from commands import changed, refused, run, smoe
+from commands import changed, refused, run, sentence_of, smoe
 from fairseq import checkpoint_utils
 from sampling import soak
 from test_refused_types import FORGED, REST, Settings
@@ -18,15 +19,26 @@ from test_training import train as train_smoe
 
 from smoe_fairseq.checkpoints.reading import open_checkpoint, record_of
 from smoe_fairseq.compat.safe_load import InaccessibleCheckpoint
-from smoe_fairseq.errors import UsageError
+
+WEIGHT = "encoder.layers.0.fc1.weight"
+
+
+@pytest.fixture(scope="module")
+def small(sparse, tmp_path_factory) -> Path:
+    """The checkpoint of a run, of which it has one weight alone, and no state of the optimizer."""
+
+    def strip(state):
+        state.update(model={WEIGHT: state["model"][WEIGHT]})
+        del state["last_optimizer_state"]
+
+    return changed(sparse, tmp_path_factory.mktemp("small") / "small.pt", strip)
 
 
 def of_kind(change):
     """Another kind of tensor in the place of one of the model's."""
 
     def of(state: dict) -> None:
-        name = "encoder.layers.0.fc1.weight"
-        state["model"][name] = change(state["model"][name])
+        state["model"][WEIGHT] = change(state["model"][WEIGHT])
 
     return of
 
@@ -34,7 +46,6 @@ def of_kind(change):
 OTHER_KINDS = {
     "whole numbers": of_kind(lambda tensor: tensor.char()),
     "complex numbers": of_kind(lambda tensor: tensor.to(torch.complex64)),
-    "truth values": of_kind(lambda tensor: tensor.bool()),
     "a sparse tensor": of_kind(lambda tensor: tensor.to_sparse()),
     "text": of_kind(str),
     "a tensor on no device": of_kind(lambda tensor: tensor.to("meta")),
@@ -44,9 +55,6 @@ OTHER_KINDS = {
     "no history": lambda state: state.update(optimizer_history=[]),
     "no model": lambda state: state.pop("model"),
     "no parameters": lambda state: state.update(model=None),
-    "a list of parameters": lambda state: state.update(model=[1]),
-    "a history of no kind": lambda state: state.update(optimizer_history=3),
-    "a history of numbers": lambda state: state.update(optimizer_history=[5]),
     "a schedule of no kind": lambda state: state["optimizer_history"][-1].update(
         lr_scheduler_state=None
     ),
@@ -55,9 +63,7 @@ OTHER_KINDS = {
     ),
     "meters of no kind": lambda state: state["extra_state"].update(metrics=3),
     "a best score of no kind": lambda state: state["extra_state"].update(best="x"),
-    "extra state of no kind": lambda state: state.update(extra_state="x"),
     "options of no kind": lambda state: state.update(cfg=[1]),
-    "a position of no kind": lambda state: state["extra_state"].update(train_iterator="x"),
     "a batch of no kind": lambda state: state["extra_state"]["train_iterator"].update(
         iterations_in_epoch="x"
     ),
@@ -66,10 +72,10 @@ OTHER_KINDS = {
 }
 
 
-def test_a_gate_may_save_truth_values(sparse, tmp_path):
+def test_a_gate_may_save_truth_values(small, tmp_path):
     """A buffer of a plugin's gate, such as a mask."""
     mask = {"encoder.layers.1.moe.gates.0.allowed": torch.ones(4, dtype=torch.bool)}
-    changed(sparse, file := tmp_path / "checkpoint.pt", lambda state: state["model"].update(mask))
+    changed(small, file := tmp_path / "checkpoint.pt", lambda state: state["model"].update(mask))
     assert mask.keys() <= checkpoint_utils.load_checkpoint_to_cpu(str(file))["model"].keys()
 
 
@@ -83,7 +89,7 @@ def written(content: bytes):
 
 
 def with_(change):
-    return lambda file, sparse: changed(sparse, file, change)
+    return lambda file, small: changed(small, file, change)
 
 
 def compressed(file: Path, _) -> None:
@@ -121,11 +127,9 @@ BAD |= {
         "holds more than data",
     ),
     "no file": (lambda *_: None, ""),
-    "nothing": (written(b""), ""),
     "text in it": (written(b"no checkpoint"), ""),
     "a pickle cut off": (written(b"\x80\x02junk"), ""),
     "an archive cut off": (written(b"PK\x03\x04junk"), ""),
-    "another dictionary": (saved({"weights": 1}), ""),
     "a list": (saved([1, 2]), ""),
     "compressed parts": (compressed, "holds compressed parts"),
     "a part twice": (with_a_part_twice, "holds two parts of one name"),
@@ -134,17 +138,13 @@ BAD |= {
 
 @pytest.mark.filterwarnings("ignore:Duplicate name")
 @pytest.mark.parametrize("fault", BAD)
-@pytest.mark.parametrize(
-    "load", [open_checkpoint, checkpoint_utils.load_checkpoint_to_cpu], ids=["ours", "fairseqs"]
-)
-def test_a_bad_file_is_one_sentence(sparse, tmp_path, fault, load):
+def test_a_bad_file_is_one_sentence(small, tmp_path, fault):
     write, named = BAD[fault]
-    write(file := tmp_path / "checkpoint.pt", sparse)
-    with pytest.raises(UsageError) as error:
-        load(str(file))
-    sentence = str(error.value)
-    assert str(file) in sentence and named in sentence and sentence.isprintable()
-    assert (SETTINGS in named) <= (REST in sentence)
+    write(file := tmp_path / "checkpoint.pt", small)
+    for load in (open_checkpoint, checkpoint_utils.load_checkpoint_to_cpu):
+        sentence = sentence_of(load, str(file))
+        assert str(file) in sentence and named in sentence and sentence.isprintable()
+        assert (SETTINGS in named) <= (REST in sentence)
 
 
 # What the system and torch raise for want of memory or files, or from a failing disk.
@@ -163,9 +163,9 @@ SHORTAGES = [
     "place, error",
     [("zipfile.ZipFile", e) for e in SHORTAGES[:3]] + [("torch.load", e) for e in SHORTAGES],
 )
-def test_a_shortage_is_no_fault_of_the_file(sparse, tmp_path, monkeypatch, place, error):
+def test_a_shortage_is_no_fault_of_the_file(small, tmp_path, monkeypatch, place, error):
     """It is named, without advice to remove it, and never taken for a useless one, which is removed."""
-    file = changed(sparse, tmp_path / "checkpoint.pt", lambda state: None)
+    file = shutil.copy(small, tmp_path / "checkpoint.pt")  # of no sums that are known
 
     def full(*_, **__):
         raise error
@@ -175,17 +175,6 @@ def test_a_shortage_is_no_fault_of_the_file(sparse, tmp_path, monkeypatch, place
         with pytest.raises(InaccessibleCheckpoint) as end:
             load(str(file))
         assert str(end.value).startswith(str(file)) and "remove" not in str(end.value)
-
-
-def test_state_of_another_run_is_named(small_corpus, sparse, tmp_path):
-    file = changed(
-        sparse,
-        tmp_path / "c.pt",
-        lambda state: state["last_optimizer_state"].update(param_groups=[]),
-    )
-    more = ("--restore-file", file, "--max-update", 4)
-    result = train_smoe(small_corpus, tmp_path / "new", *more, check=False)
-    refused(result, file, "--reset-optimizer")
 
 
 def of_moments(change):
@@ -198,33 +187,20 @@ def of_moments(change):
     return of
 
 
-def test_a_checkpoint_of_other_strata_is_named(small_corpus, sparse, tmp_path):
-    words = ("--finetune-from-model", sparse, "--smoe-strata", "4-4", "--max-update", 1)
-    refused(train_smoe(small_corpus, tmp_path, *words, check=False), sparse, "--smoe-strata")
-
-
-@pytest.mark.parametrize(
-    "flag, value",
-    [
-        ("--encoder-attention-heads", 2),
-        ("--moe-gate", "threshold"),
-        soak("--activation-fn", "gelu"),
-    ],
-)
-def test_a_model_of_the_same_tensors_that_computes_otherwise(
-    small_corpus, sparse, tmp_path, flag, value
-):
-    file = changed(sparse, tmp_path / "checkpoint_last.pt", lambda state: None)
+def test_a_model_of_the_same_tensors_that_computes_otherwise(small_corpus, sparse, tmp_path):
+    file = Path(shutil.copy(sparse, tmp_path / "checkpoint_last.pt"))
     free = ("--moe-second-expert-policy", "all", "--encoder-layerdrop", 0.1)  # of training alone
-    result = train_smoe(small_corpus, tmp_path, *free, flag, value, "--max-update", 9, check=False)
-    refused(result, file, flag)
+    others = ("--encoder-attention-heads", 2, "--moe-gate", "threshold", "--activation-fn", "gelu")
+    more = (*free, *others, "--no-share-all-embeddings", "--max-update", 9)
+    result = train_smoe(small_corpus, tmp_path, *more, check=False)
+    refused(result, file, *others[::2], " --share-all-embeddings")
     assert not {"layerdrop", "policy"} & {*re.split(r"[\s-]", result.stdout.splitlines()[-1])}
     assert len(list(tmp_path.glob("*.pt"))) == 1
 
 
-def test_other_language_tokens_than_those_of_the_training(three_languages, tmp_path):
-    handmade.train(three_languages, tmp_path, *handmade.MULTILINGUAL)
-    last, more = tmp_path / "checkpoint_last.pt", (*handmade.MULTILINGUAL, "--decoder-langtok")
+def test_other_language_tokens_than_those_of_the_training(three_languages, multilingual, tmp_path):
+    last = shutil.copy(multilingual, tmp_path / "checkpoint_last.pt")
+    more = (*handmade.MULTILINGUAL, "--decoder-langtok")
     words = handmade.training(three_languages, tmp_path, *more)
     refused(run(*words, "--max-update", 99, check=False), last, "no --decoder-langtok")
     words += ["--save-dir", tmp_path / "new", "--finetune-from-model", last, "--max-update", 1]
@@ -232,6 +208,7 @@ def test_other_language_tokens_than_those_of_the_training(three_languages, tmp_p
 
 
 UNFIT = {
+    "no groups of parameters": lambda state: state["last_optimizer_state"].update(param_groups=[]),
     "no optimizer state": lambda state: state.pop("last_optimizer_state"),
     "empty optimizer state": lambda state: state["last_optimizer_state"].update(state={}),
     "moments of another model": of_moments(lambda tensor: tensor.new_zeros(3)),
@@ -246,7 +223,7 @@ UNFIT = {
 }
 
 
-OFTEN = ("no optimizer state", "moments not finite", "not finite")
+OFTEN = ("no groups of parameters", "no optimizer state", "moments not finite", "not finite")
 
 
 @pytest.mark.parametrize(
