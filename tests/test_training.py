@@ -8,7 +8,7 @@ from pathlib import Path
 import handmade
 import pytest
 import torch
-from commands import PLUGIN, generation, hydra_train, load, refused, run
+from commands import PLUGIN, hydra_train, load, refused, run
 from sampling import soak
 
 
@@ -31,26 +31,22 @@ def log_lines(process, tag="train_inner"):
     return [json.loads(line) for line in lines]
 
 
-def test_generation_is_quiet_about_masks(sparse, small_corpus):
-    words = (*generation(small_corpus, sparse), "--user-dir", PLUGIN, "--batch-size", 8)
-    output = run("fairseq-generate", *words).stdout
-    assert not re.search(r"warn.*mask|mask.*deprecat", output, re.IGNORECASE)
-
-
 def test_resuming_equals_never_having_stopped(small_corpus, tmp_path):
-    """Dropout, sampled experts and virtual epochs included: same losses, same parameters, bit for bit."""
+    """Dropout, sampled experts and virtual epochs included: same losses, same parameters, bit for bit.
+
+    The second half continues from what the whole had saved at its middle.
+    """
     flags = "--task translation_multi_simple_epoch --langs src,tgt --lang-pairs src-tgt".split()
     flags += ["--virtual-epoch-size", 20]
-    whole = train(small_corpus, tmp_path / "whole", "--max-update", 6, *flags)
-    first = train(small_corpus, tmp_path / "halves", "--max-update", 3, *flags)
-    second = train(small_corpus, tmp_path / "halves", "--max-update", 6, *flags)
-    parts = log_lines(first) + log_lines(second)
+    flags += ["--max-update", 6, "--save-interval-updates", 3]
+    whole = train(small_corpus, tmp_path / "whole", *flags)
+    (middle,) = (tmp_path / "whole").glob("checkpoint_*_3.pt")
+    second = train(small_corpus, tmp_path / "half", *flags, "--restore-file", middle)
     names = ("num_updates", "loss", "moe_gate_loss", "requested_capacity", "gnorm")
-    assert [[line[n] for n in names] for line in parts] == [
-        [line[n] for n in names] for line in log_lines(whole)
-    ]
+    lines = [[[line[n] for n in names] for line in log_lines(each)] for each in (second, whole)]
+    assert len(lines[0]) == 3 and lines[0] == lines[1][3:]
     want = load(tmp_path / "whole" / "checkpoint_last.pt")["model"]
-    got = load(tmp_path / "halves" / "checkpoint_last.pt")["model"]
+    got = load(tmp_path / "half" / "checkpoint_last.pt")["model"]
     assert want.keys() == got.keys()
     assert not [name for name, tensor in want.items() if not torch.equal(tensor, got[name])]
 
@@ -65,12 +61,10 @@ def test_a_checkpoint_does_not_depend_on_what_memory_held(small_corpus, tmp_path
     assert not [name for name, tensor in one.items() if not torch.equal(tensor, other[name])]
 
 
-@pytest.mark.parametrize("run, flags", [("sparse", ()), ("dense", ("--moe-freq", 0))])
-def test_resuming_a_finished_run_changes_nothing(request, small_corpus, tmp_path, run, flags):
-    last = shutil.copy(request.getfixturevalue(run), tmp_path)
+def test_resuming_a_finished_run_changes_nothing(sparse, small_corpus, tmp_path):
+    last = shutil.copy(sparse, tmp_path)
     before = Path(last).read_bytes()
-    updates = load(last)["optimizer_history"][-1]["num_updates"]
-    process = train(small_corpus, tmp_path, *flags, "--max-update", updates)
+    process = train(small_corpus, tmp_path, "--max-update", 2)
     assert "nothing is left to train" in process.stdout and not log_lines(process)
     assert Path(last).read_bytes() == before
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint_last.pt"]
@@ -87,14 +81,14 @@ def test_resuming_a_finished_run_changes_nothing(request, small_corpus, tmp_path
 def test_precisions_and_checkpointing_train(small_corpus, tmp_path, flags):
     losses = [
         float(line["loss"])
-        for line in log_lines(train(small_corpus, tmp_path, *flags, "--max-update", 8))
+        for line in log_lines(train(small_corpus, tmp_path, *flags, "--max-update", 5))
     ]
-    assert len(losses) == 8 and losses[-1] < losses[0]
+    assert len(losses) == 5 and losses[-1] < losses[0]
 
 
-def test_experts_on_resume_of_a_dense_model(small_corpus, tmp_path):
-    train(small_corpus, tmp_path, "--max-update", 1, "--moe-freq", 0, "--smoe-strata", "2")
-    result = train(small_corpus, tmp_path, "--max-update", 2, check=False)
+def test_experts_on_resume_of_a_dense_model(dense, small_corpus, tmp_path):
+    shutil.copy(dense, tmp_path)
+    result = train(small_corpus, tmp_path, "--max-update", 999, check=False)
     refused(result, "smoe upcycle")
 
 
@@ -123,25 +117,12 @@ def test_hydra_trains_the_size_of_the_architecture(small_corpus, tmp_path):
     assert log.count("epoch 002 | valid on") == 2, log  # fairseq opens the file for each epoch
 
 
-@pytest.mark.parametrize(
-    "flags, before",
-    [
-        ("--optimizer sgd", "--optimizer adam"),
-        ("--bf16", "no --bf16"),
-        ("--no-share-all-embeddings", "--share-all-embeddings"),
-        ("--lr-scheduler cosine --warmup-updates 1", "--lr-scheduler fixed"),
-        (
-            "--criterion label_smoothed_cross_entropy",
-            "--criterion smoe_label_smoothed_cross_entropy",
-        ),
-    ],
-)
-def test_flags_whose_state_a_checkpoint_lacks_are_named(
-    small_corpus, two_updates, tmp_path, flags, before
-):
-    shutil.copytree(two_updates, tmp_path, dirs_exist_ok=True)
-    words = ("--max-update", 4, *flags.split())
-    refused(train(small_corpus, tmp_path, *words, check=False), "checkpoint_last.pt", before)
+def test_flags_whose_state_a_checkpoint_lacks_are_named(small_corpus, sparse, tmp_path):
+    last = shutil.copy(sparse, tmp_path)
+    words = "--optimizer sgd --lr-scheduler cosine --warmup-updates 1 --bf16 --max-update 4".split()
+    words += ["--criterion", "label_smoothed_cross_entropy"]
+    before = ["--optimizer adam", "--lr-scheduler fixed", "no --bf16", "--criterion smoe_label"]
+    refused(train(small_corpus, tmp_path, *words, check=False), last, *before)
 
 
 def test_a_model_may_be_trained_on_its_validation_data(three_languages, tmp_path):
