@@ -55,6 +55,6 @@ def test_training_flags(corpus, tmp_path, flags):
 
 def test_resuming(corpus, post_norm, tmp_path):
     shutil.copytree(post_norm.parent, tmp_path, dirs_exist_ok=True)
-    for flags in (["--max-epoch", "3"], ["--max-epoch", "4", "--reset-optimizer"]):
-        resumed = train(corpus, tmp_path, *flags, "--no-last-checkpoints").stdout
+    for flags in ([], ["--reset-optimizer"]):
+        resumed = train(corpus, tmp_path, *flags, "--max-epoch", 3, "--no-last-checkpoints").stdout
         assert "Loaded checkpoint" in resumed and "begin training epoch 3" in resumed

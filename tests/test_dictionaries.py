@@ -45,18 +45,13 @@ def sentence(checkpoint, file, name="source") -> str:
     return f"{checkpoint} was trained with another {name} dictionary than {file}: "
 
 
-@pytest.mark.parametrize(
-    "given",
-    [["--restore-file"], soak(["--restore-file", "--reset-optimizer", "--reset-dataloader"])]
-    + [["--finetune-from-model"]],
-    ids=lambda given: given[0].strip("-") + "-reset" * (len(given) > 1),
-)
-def test_training(ranks, data, trained, tmp_path, given):
-    words = ["--save-dir", tmp_path / "new", *MOE, "--max-update", 2, *given[1:], given[0], trained]
+@pytest.mark.parametrize("flag", ["--restore-file", "--finetune-from-model"])
+def test_training(ranks, data, trained, tmp_path, flag):
+    """With the same dictionary training goes on: test_training.py, test_finetune.py."""
+    words = ["--save-dir", tmp_path / "new", *MOE, "--max-update", 2, flag, trained]
     said = sentence(trained, data[1] / "dict.src.txt")
     ranks.start(tmp_path, 1, data[1], *words, one=True).refused(said)
     assert not list((tmp_path / "new").glob("*.pt"))
-    ranks.train(tmp_path, 1, data[0], *words, one=True)
 
 
 def test_the_other_direction_of_a_joint_dictionary(data, trained, tmp_path):
@@ -115,14 +110,12 @@ def several(ranks, data, tmp_path_factory) -> Path:
     return folder / "checkpoint_last.pt"
 
 
-@pytest.mark.parametrize("model", ["trained", soak("several")])
-def test_the_folder_above_the_binarised_data_is_answered_with_it(data, tmp_path, request, model):
+def test_the_folder_above_the_binarised_data_is_answered_with_it(data, trained, tmp_path):
     (tmp_path / "bin").symlink_to(data[0])
-    path = request.getfixturevalue(model)
-    output = ("--output", tmp_path / "new", "--cpu")
-    assert f"{tmp_path}/bin" in refusal("analyze", tmp_path, "--path", path, *output)
-    given = ["--user-dir", PLUGIN, "--path", path, "--cpu"]
-    refused(run("fairseq-generate", tmp_path, *given, check=False), tmp_path / "bin")
+    given = ["--path", trained, "--cpu"]
+    assert f"{tmp_path}/bin" in refusal("analyze", tmp_path, *given, "--output", tmp_path / "new")
+    words = ("fairseq-generate", tmp_path, "--user-dir", PLUGIN, *given)
+    refused(run(*words, check=False), tmp_path / "bin")
 
 
 def test_folders_of_data_have_one_dictionary(data, tmp_path):
@@ -137,16 +130,6 @@ def test_interactive_needs_a_direction(data, several):
     words = ["--user-dir", PLUGIN, "--path", several, "--cpu", *SEVERAL, "--langs", "src,tgt"]
     said = run("fairseq-interactive", data[0], *words, stdin="a\n", check=False)
     refused(said, "--source-lang")
-
-
-@pytest.mark.soak
-def test_languages_in_another_order(data, several):
-    """Their tokens are the last words of the dictionary: each would stand for another language."""
-    given = [data[0], "--user-dir", PLUGIN, "--path", several, "--cpu", "--max-len-b", 5, *SEVERAL]
-    given += ["-s", "src", "-t", "tgt", "--langs"]
-    result = run("fairseq-generate", *given, "tgt,src", check=False)
-    refused(result, several, data[0] / "dict.src.txt", "--langs")
-    assert "H-0\t" in run("fairseq-generate", *given, "src,tgt").stdout
 
 
 def test_other_languages_than_those_of_the_training(ranks, data, several, tmp_path):
@@ -237,13 +220,12 @@ def test_models_that_read_text_otherwise_have_no_mean(
     """Neither of their probabilities nor of their weights."""
     path = request.getfixturevalue(model)
     both = [changed(path, tmp_path / f"{n}.pt", change) for n, change in enumerate(changes)]
-    words = ("translate", *both, "--data", data[0])
     languages = ("--from", "src", "--to", "tgt") if model == "several" else ()
-    refused(smoe(*words, *languages, check=False), both[1], flag)
-    words = [*generation(data[0], ":".join(map(str, both))), "--user-dir", PLUGIN]
-    words += [*SEVERAL, "--langs", "src,tgt"] if model == "several" else ()
-    said = run("fairseq-generate", *words, "-s", "src", "-t", "tgt", check=False)
-    refused(said, both[1], flag)
+    refused(smoe("translate", *both, "--data", data[0], *languages, check=False), both[1], flag)
+    if model == "trained":
+        words = (*generation(data[0], ":".join(map(str, both))), "--user-dir", PLUGIN)
+        said = run("fairseq-generate", *words, "-s", "src", "-t", "tgt", check=False)
+        refused(said, both[1], flag)
     assert flag in refusal("average", *both, "--output", tmp_path / "mean.pt")
     assert not (tmp_path / "mean.pt").exists()
 
@@ -307,9 +289,9 @@ def test_without_a_note_nothing_is_compared(content):
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_a_dictionary_shorter_than_the_text(ranks, raw_corpus, tmp_path, workers):
+def test_a_dictionary_shorter_than_the_text(ranks, data, tmp_path, workers):
     """Of `fairseq-preprocess`, which writes no checksums."""
-    preprocess(raw_corpus, tmp_path / "bin", "--joined-dictionary")
+    shutil.copytree(data[0], tmp_path / "bin")
     for file in (tmp_path / "bin").glob("dict.*.txt"):
         file.write_text("".join(file.read_text().splitlines(keepends=True)[:3]))
     words = ["--save-dir", tmp_path / "new", *MOE, "--num-workers", workers]

@@ -150,29 +150,24 @@ def test_a_methods_own_metric(dry):
     assert {"accuracy", "--maximize-best-checkpoint-metric"} <= {*words}
 
 
-@pytest.mark.parametrize("name", ["patience", "save-interval-updates"])
-def test_flags_that_two_sections_set_are_refused(dry, name):
-    validate = {"metric": "chrf", "every": 10, "patience": 3}
-    said = dry("train", "own", "moe", validate=validate, train={**TRAIN, name: 20})
-    refused(said, "own.yaml", f"train.{name}", "`validate: {")
+BY_CHRF = {"validate": {"metric": "chrf", "every": 10, "patience": 3}}
 
 
 @pytest.mark.parametrize(
-    "name, value, other",
+    "section, name, value, other",
     [
-        ("best-checkpoint-metric", "chrf", {"validate": {"metric": "loss", "every": 2}}),
-        ("bf16", True, {"precision": "fp32"}),
+        ("train", "patience", 20, BY_CHRF),
+        ("train", "save-interval-updates", 20, BY_CHRF),
+        ("train", "best-checkpoint-metric", "chrf", {"validate": {"metric": "loss", "every": 2}}),
+        ("train", "bf16", True, {"precision": "fp32"}),
+        ("validate", "sentences", 5, {"validate": {"metric": "loss"}}),
+        ("validate", "beam", 5, {"validate": {"metric": "loss"}}),
     ],
 )
-def test_what_other_sections_set_otherwise_is_refused(dry, name, value, other):
-    said = dry("train", "own", "moe", train={**TRAIN, name: value}, **other)
-    refused(said, "own.yaml", f"train.{name}", next(iter(other)))
-
-
-@pytest.mark.parametrize("name", ["sentences", "beam"])
-def test_settings_of_translations_beside_the_loss_are_refused(dry, name):
-    said = dry("train", "own", "moe", validate={"metric": "loss", name: 5})
-    refused(said, "own.yaml", f"validate.{name}")
+def test_settings_that_do_not_go_together_are_refused(dry, section, name, value, other):
+    settings = {"train": TRAIN, **other}
+    settings[section] = {**settings[section], name: value}
+    refused(dry("train", "own", "moe", **settings), "own.yaml", f"{section}.{name}")
 
 
 def test_the_mean_of_the_last_checkpoints(dry, tmp_path):
@@ -196,11 +191,6 @@ def test_the_mean_of_the_last_checkpoints(dry, tmp_path):
     assert words[words.index("--path") + 1] == "runs/own/moe/checkpoint_last.pt"
     for wrong in ("average:4", "average:0", "average:", "worst"):
         refused(evaluated(wrong), f"--checkpoint {wrong}")
-
-
-def test_a_study_analyses_the_checkpoint_that_it_scores(dry):
-    shown = dry("study", "own", "smoe-2-2", checkpoint="average:2")
-    assert "--path runs/own/smoe-2-2/averaged/checkpoint_average_2.pt " in shown.stdout
 
 
 def test_a_run_is_not_scored_without_bleu(dry):

@@ -67,7 +67,7 @@ def test_weights_stay_as_they_are_and_int8_is_of_a_call(model, text, monkeypatch
     assert not model.engines
 
 
-@pytest.mark.parametrize("dtype", ["double", "bfloat16", "half"])
+@pytest.mark.parametrize("dtype", ["double", "half"])
 def test_weights_of_other_types_are_not_packed(model, text, monkeypatch, dtype):
     from smoe_fairseq.translate import packed
 
@@ -96,7 +96,7 @@ def test_threads_that_ask_for_other_languages_do_not_meet(model, text):
     assert want["fr"] != want["de"]
 
     def ask(to: str) -> list:
-        return [translator.translate_batch(text, "en", to, options) for _ in range(5)]
+        return [translator.translate_batch(text, "en", to, options) for _ in range(3)]
 
     with ThreadPoolExecutor() as threads:
         for to, found in zip(want, threads.map(ask, want), strict=True):

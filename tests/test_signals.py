@@ -64,8 +64,7 @@ def training(tmp_path, request):
 
 @pytest.mark.parametrize(
     "training, number",
-    [(MOE, signal.SIGTERM), (MOE, signal.SIGINT), (MOE, signal.SIGHUP)]
-    + [(["demo.sh"], signal.SIGTERM)],
+    [(MOE, signal.SIGTERM), (MOE, signal.SIGINT), (["demo.sh"], signal.SIGHUP)],
     indirect=["training"],
 )
 def test_signal_reaches_training_and_is_waited_for(tmp_path, training, number):

@@ -22,6 +22,7 @@ from commands import (
     refused,
     run,
     sentence_of,
+    smoe,
     train,
 )
 from programs import HANGS
@@ -272,7 +273,7 @@ def test_what_a_program_gives_is_looked_at(model, prepared):
     assert model.translate("1 2", beam=np.int64(2), source_lang="fr", lenpen=np.float64(1.0))
     with pytest.raises(UsageError, match="empty"):
         SMoETransformerModel.from_pretrained([])
-    run, only_fairseqs = prepared / "runs/tiny/smoe-2-2", {"match_source_len": True}
+    run, only_fairseqs = prepared / "runs/tiny/smoe-2-2", {"match_source_len": True, **SEARCH}
     other = SMoETransformerModel.from_pretrained(run, **only_fairseqs)
     expected = model.translate(texts, source_lang="fr", **only_fairseqs)
     assert other.translate(texts, source_lang="fr") == expected
@@ -292,8 +293,6 @@ def test_a_sentence_that_is_too_long_is_divided_or_named(model):
     "sentences, between",
     [
         (["今天天气很好。", "我们去公园散步。", "孩子们在玩。"] * 2, ""),
-        (["पहला वाक्य यहाँ है।", "दूसरा वाक्य यहाँ है।", "तीसरा वाक्य भी यहाँ है।"], " "),
-        (["یہ پہلا جملہ ہے۔", "یہ دوسرا جملہ ہے۔", "کیا یہ تیسرا ہے؟"], " "),
         (["One two three.", "Four five six!", "Seven?"], " "),
     ],
 )
@@ -302,7 +301,7 @@ def test_a_long_text_is_divided_at_the_ends_of_sentences(sentences, between):
     text = between.join(sentences)
     parts = divide(text, lambda part: len(part) <= 25)
     assert between.join(parts) == text and 1 < len(parts) <= len(sentences)
-    assert all(part[-1] in "。।۔؟.!?" for part in parts)
+    assert all(part[-1] in "。.!?" for part in parts)
 
 
 @pytest.mark.parametrize(
@@ -353,7 +352,7 @@ def test_parts_are_joined_as_their_script_joins_sentences(texts, gaps, expected)
 
 
 def test_each_sentence_of_a_text_by_itself(model):
-    direction = {"source_lang": "en", "target_lang": "fr"}
+    direction = {"source_lang": "en", "target_lang": "fr", **SEARCH}
     sentences = ["1 2 is a number .", "3 4 .", "5 ?"]
     alone = model.translations(sentences, **direction)
     text = "\n {}  {}\n\n{}\n"
@@ -423,6 +422,7 @@ def test_one_direction_needs_no_other_word(two_updates, small_corpus):
     model = SMoETransformerModel.from_pretrained(two_updates)
     arguments = generation(small_corpus, two_updates / "checkpoint_best.pt")
     output = run("fairseq-generate", *arguments, "--user-dir", PLUGIN).stdout
+    assert not re.search(r"warn.*mask|mask.*deprecat", output, re.IGNORECASE)
     lines = {
         kind: dict(re.findall(rf"^{kind}-(\d+)\t(?:\S+\t)?(.*)$", output, re.M)) for kind in "ST"
     }
@@ -518,12 +518,10 @@ def test_validation_of_a_stock_model(corpus, pre_norm, tmp_path, age):
 
 
 def test_validation_says_what_is_missing(corpus, pre_norm, tmp_path):
-    (tmp_path / "cut.pt").write_bytes(pre_norm.read_bytes()[:5000])
     foreign = lambda state: config_of(state, "task").update(_name="other")  # noqa: E731
     changed(pre_norm, tmp_path / "foreign.pt", foreign)
     for path, words in (
         ("none.pt", "none.pt is missing"),
-        ("cut.pt", "cut.pt is cut off or not a checkpoint"),
         ("foreign.pt", "--task other"),
     ):
         refused(run(*validation(corpus, tmp_path / path), check=False), words)
@@ -533,18 +531,10 @@ def test_validation_says_what_is_missing(corpus, pre_norm, tmp_path):
     assert "--task" in run("fairseq-validate", "--help").stdout
 
 
-WITHOUT_PLUGIN = {
-    "generate": lambda data, path: ("fairseq-generate", *generation(data, path)),
-    "interactive": lambda data, path: ("fairseq-interactive", *generation(data, path)),
-    "validate": validation,
-    "validate with a task": lambda d, path: validation(d, path, "--task", "translation"),
-}
-
-
-@pytest.mark.parametrize("name", WITHOUT_PLUGIN)
-def test_without_its_plugin_every_command_says_so(two_updates, small_corpus, name):
-    command = WITHOUT_PLUGIN[name](small_corpus, two_updates / "checkpoint_best.pt")
-    refused(run(*command, check=False), "--user-dir", "smoe_transformer")
+def test_without_its_plugin_every_command_says_so(sparse, small_corpus):
+    generate = ("fairseq-generate", *generation(small_corpus, sparse))
+    for command in (generate, validation(small_corpus, sparse)):
+        refused(run(*command, check=False), "--user-dir", "smoe_transformer")
 
 
 @pytest.mark.parametrize("kind, flag", [("model", "--arch"), ("task", "--task")])
@@ -555,7 +545,7 @@ def test_our_commands_name_what_is_of_another_plugin(prepared, tmp_path, kind, f
     best, path = prepared / "runs/tiny/smoe-2-2/checkpoint_best.pt", tmp_path / "other.pt"
     changed(best, path, change)
     data = ("--data", prepared / "data/tiny/bin", "--from", "en", "--to", "fr")
-    refused(run("smoe", "translate", path, *data, stdin="a\n", check=False), path, f"{flag} mine")
+    refused(smoe("translate", path, *data, check=False), path, f"{flag} mine")
 
 
 def test_unknown_words_are_replaced_without_a_file_too():
@@ -583,18 +573,10 @@ def test_training_on_from_another_model_has_fairseqs_sentence(post_norm, corpus,
 @pytest.mark.soak
 def test_convolutions_of_fairseq_take_any_beam(corpus, tmp_path):
     """fairseq fixes the beam as it loads the model; here each call chooses it."""
-    layers = ("--encoder-layers", "[(16, 3)]", "--decoder-layers", "[(16, 3)]")
-    sizes = [f"--{name}-embed-dim" for name in ("encoder", "decoder", "decoder-out")]
-    sizes = [word for size in sizes for word in (size, 16)]
-    words = (
-        "--save-dir",
-        tmp_path,
-        *"--max-tokens 400 --max-epoch 3 --cpu".split(),
-        *sizes,
-        *layers,
-    )
-    words += ("--arch", "fconv", "--optimizer", "nag", "--lr", 0.1, "--clip-norm", 0.1)
-    run("fairseq-train", corpus, *words)
+    words = """--arch fconv --encoder-embed-dim 16 --decoder-embed-dim 16 --decoder-out-embed-dim 16
+        --optimizer nag --lr 0.1 --clip-norm 0.1 --max-tokens 400 --max-epoch 3 --cpu""".split()
+    words += ["--encoder-layers", "[(16, 3)]", "--decoder-layers", "[(16, 3)]"]
+    run("fairseq-train", corpus, *words, "--save-dir", tmp_path)
     path = tmp_path / "checkpoint_best.pt"
     model = TrainedModel.of_run(path, data=str(corpus))
     model.task.load_dataset("test")
