@@ -47,7 +47,7 @@ def sentence(checkpoint, file, name="source") -> str:
 
 @pytest.mark.parametrize("flag", ["--restore-file", "--finetune-from-model"])
 def test_training(ranks, data, trained, tmp_path, flag):
-    """With the same dictionary training goes on: test_training.py, test_finetune.py."""
+    """With the same dictionary training goes on: test_training.py, test_upcycle.py."""
     words = ["--save-dir", tmp_path / "new", *MOE, "--max-update", 2, flag, trained]
     said = sentence(trained, data[1] / "dict.src.txt")
     ranks.start(tmp_path, 1, data[1], *words, one=True).refused(said)
