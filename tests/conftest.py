@@ -51,7 +51,7 @@ def pytest_collection_finish():
 LONG = """golden serve expert_parallel_checkpoints family_training prune translator malicious_checkpoints
     expert_parallel huggingface language_model_commands family preparation analyze average
     expert_parallel_hangs readers recipes other_ranks dictionaries expert_parallel_recovery compat
-    one_engine checkpoint_content block upcycle serve_limits expert_parallel_crashes""".split()
+    one_engine checkpoint_content block upcycle serve_limits""".split()
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -1,14 +1,19 @@
 """Folders, launchers and options as clusters bring them about: half-saved sets, spawned processes."""
 
+import random
+import re
 import shutil
+import time
 
 import pytest
 import torch
 from commands import contents, load, run
-from ranks import free_port
+from programs import wait_until
+from ranks import Ranks, free_port
 from test_expert_parallel import checkpoint, flags, furthest, whole
 from test_expert_parallel_checkpoints import call, refusal
 
+from smoe_fairseq.checkpoints.reading import record_of
 from smoe_fairseq.checkpoints.sets import Shards
 from smoe_fairseq.compat.checkpoint_names import pending, rank_file
 
@@ -153,3 +158,81 @@ def test_an_optimizer_of_one_process_that_cannot_be_divided(ranks, small_corpus,
     assert "checkpoint_last.pt: " in said and " cannot be divided" in said
     assert not (tmp_path / "new").exists()
     call(*command, 1, "--output", tmp_path / "same.pt")
+
+
+# Killed at any moment, a run resumes from its newest complete set, and ends as if nothing had been.
+
+KILLS = 6
+UPDATES = 6
+ZERO = ("--zero-sharding", "os")  # changes no bit of what is trained and saved
+
+
+def saving_flags(data, folder, *more):
+    """Saves after every update; dropout and sampled experts, which have to be drawn again the same."""
+    return [
+        *flags(data, folder, "--expert-parallel", "--max-update", UPDATES, "--dropout", 0.1),
+        *("--moe-second-expert-policy", "sampling", "--save-interval-updates", 1),
+        *("--keep-interval-updates", 2, *more),
+    ]
+
+
+def wait_for_training(run):
+    wait_until(lambda: "Start iterating" in run.output(0) or 1 in run.statuses())
+    assert 1 not in run.statuses(), run.output()[-3000:]
+
+
+def newest_complete(folder, name):
+    """Updates of the newest set that all ranks have saved, whether its files have their names or not."""
+    found = []
+    for rank in (0, 1):
+        file = rank_file(folder / name, rank)
+        records = filter(None, map(record_of, (file, pending(file))))
+        found.append({(record.num_updates, record.save) for record in records})
+    return max((updates for updates, _ in found[0] & found[1]), default=0)
+
+
+def resume(ranks: Ranks, data, folder, uninterrupted, *more):
+    name, first = "checkpoint_last.pt", folder / "checkpoint_1_1.pt"
+    if rank_file(first, 0).exists() and not list(folder.glob("checkpoint_last*")):
+        # Killed just before the first one: do as the refusal of a new training advises.
+        name, more = first.name, (*more, "--restore-file", first)
+    expected = newest_complete(folder, name)
+    run = ranks.train(folder, 2, *saving_flags(data, folder, *more))
+    loaded = re.search(r"Loaded checkpoint .* @ (\d+) updates", run.output(0))
+    assert (int(loaded[1]) if loaded else 0) == expected
+    assert checkpoint(folder).record.num_updates == UPDATES
+    assert furthest(whole(folder), whole(uninterrupted)) == 0
+    assert furthest(whole(folder, "optimizer"), whole(uninterrupted, "optimizer")) == 0
+    assert not list(folder.glob("*.pending*")) and not list(folder.glob("*.tmp"))
+    return expected
+
+
+@pytest.mark.soak
+def test_killed_at_random_moments(ranks, small_corpus, tmp_path):
+    """Between the renamings of two ranks: test_expert_parallel_recovery.py."""
+    reference = tmp_path / "uninterrupted"
+    run = ranks.start(reference, 2, *saving_flags(small_corpus, reference))
+    wait_for_training(run)
+    start = time.monotonic()
+    run.finish()
+    seconds, chance = time.monotonic() - start, random.Random(7)
+    resumed_from = set()
+    for number in range(KILLS):
+        folder = tmp_path / str(number)
+        more = ZERO if number % 2 else ()
+        run = ranks.start(folder, 2, *saving_flags(small_corpus, folder, *more))
+        wait_for_training(run)
+        time.sleep(chance.uniform(0, seconds))
+        run.kill()
+        run.wait()
+        resumed_from.add(resume(ranks, small_corpus, folder, reference, *more))
+        shutil.rmtree(folder)
+    assert len(resumed_from) > 2  # the moments were spread over the run
+
+
+def test_the_files_of_a_diverged_update_are_one_set(ranks, small_corpus, tmp_path):
+    arguments = flags(small_corpus, tmp_path, "--expert-parallel", "--lr", 1e30)
+    run = ranks.start(tmp_path, 2, *arguments)
+    assert run.wait() == [1, 1], run.output()
+    shards = Shards.open(tmp_path / "crash.pt")
+    assert len(shards.files) == 2 and shards.record.num_updates > 0
