@@ -191,9 +191,8 @@ def test_a_model_of_the_same_tensors_that_computes_otherwise(small_corpus, spars
     file = Path(shutil.copy(sparse, tmp_path / "checkpoint_last.pt"))
     free = ("--moe-second-expert-policy", "all", "--encoder-layerdrop", 0.1)  # of training alone
     others = ("--encoder-attention-heads", 2, "--moe-gate", "threshold", "--activation-fn", "gelu")
-    more = (*free, *others, "--no-share-all-embeddings", "--max-update", 9)
-    result = train_smoe(small_corpus, tmp_path, *more, check=False)
-    refused(result, file, *others[::2], " --share-all-embeddings")
+    result = train_smoe(small_corpus, tmp_path, *free, *others, "--max-update", 9, check=False)
+    refused(result, file, *others[::2])
     assert not {"layerdrop", "policy"} & {*re.split(r"[\s-]", result.stdout.splitlines()[-1])}
     assert len(list(tmp_path.glob("*.pt"))) == 1
 

@@ -111,8 +111,9 @@ def test_hydra_trains_the_size_of_the_architecture(small_corpus, tmp_path):
 def test_flags_whose_state_a_checkpoint_lacks_are_named(small_corpus, sparse, tmp_path):
     last = shutil.copy(sparse, tmp_path)
     words = "--optimizer sgd --lr-scheduler cosine --warmup-updates 1 --bf16 --max-update 4".split()
-    words += ["--criterion", "label_smoothed_cross_entropy"]
+    words += ["--criterion", "label_smoothed_cross_entropy", "--no-share-all-embeddings"]
     before = ["--optimizer adam", "--lr-scheduler fixed", "no --bf16", "--criterion smoe_label"]
+    before += [" --share-all-embeddings"]
     refused(train(small_corpus, tmp_path, *words, check=False), last, *before)
 
 
