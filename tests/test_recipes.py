@@ -346,7 +346,8 @@ def server():
         }
         server.bytes_per_reply, server.version, server.starts = 10**9, '"1"', []
         server.measured = True
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+        # The argument is how often it looks whether it is to end.
+        threading.Thread(target=server.serve_forever, args=[0.01], daemon=True).start()
         yield server
         server.shutdown()
 
