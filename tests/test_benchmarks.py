@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import torch
 
-from benchmarks import block, decoding, program, report, timing
+from benchmarks import block, decoding, report, timing
 
 
 def test_the_report_has_what_the_block_measured(tmp_path, monkeypatch):
@@ -50,13 +50,8 @@ def test_rounds_are_as_many_as_fit_after_the_first_which_compiles(monkeypatch):
     assert times == {"one": [0.25] * 40}
 
 
-def test_updates_are_read_from_the_log():
-    log = '2026 | INFO | train_inner | {"wps": "12.5"}\nother\n2026 | INFO | train_inner | {"wps": "13"}'
-    assert [update["wps"] for update in program.updates(log)] == ["12.5", "13"]
-
-
 def test_decoding_prints_a_row_for_each_system(capsys, monkeypatch):
-    flags = "--arch smoe_transformer_tiny --systems dense smoe-4-4 --vocabulary 90 --sentences 1 2"
+    flags = "--arch smoe_transformer_tiny --systems dense smoe-4-4 --vocabulary 90 --sentences 2"
     flags += " --length 3 --seconds 0"
     monkeypatch.setattr("sys.argv", ["decoding", *flags.split()])
     monkeypatch.setattr(decoding, "keep_freed_memory", lambda: False)  # of the whole process
@@ -70,4 +65,4 @@ def test_decoding_prints_a_row_for_each_system(capsys, monkeypatch):
     assert {(w["min_decoding_length"], w["max_decoding_length"]) for w in given} == {(3, 4)}
     said = capsys.readouterr().out
     for name in ("dense float32", "dense int8", "fairseq float32", "smoe-4-4 int8"):
-        assert said.count(f"| {name} | ") == 2
+        assert f"| {name} | " in said

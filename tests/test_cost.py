@@ -159,14 +159,6 @@ def test_bad_input_is_named(flags, words):
     refused(smoe("cost", *flags.split(), check=False), words)
 
 
-def test_a_flag_that_cannot_be_read_is_one_sentence():
-    """It stands alone, and not below some sixty lines of flags."""
-    result = smoe("cost", "--arch", "odd", check=False)
-    (line,) = result.stdout.splitlines()
-    assert result.returncode == 2 and line.startswith("smoe cost: error: argument --arch: ")
-    assert "'odd'" in line and "'smoe_transformer_tiny'" in line and "smoe cost --help" in line
-
-
 def test_another_architectures_checkpoint_is_named(pre_norm):
     refused(smoe("cost", "--path", pre_norm, check=False), pre_norm, "transformer")
 

@@ -1,9 +1,9 @@
 """`make gpu-check`: its schedule and report, and a rehearsal of the whole on the CPU."""
 
+import importlib
 import json
 import os
 import re
-import sys
 import time
 from functools import partial
 
@@ -91,25 +91,17 @@ def test_the_report_says_what_is_wrong_and_that_a_rehearsal_is_one():
         {"part": "p", "status": "done", "seconds": 2.5},
     ]
     text = report({"device": "cpu"}, results)
-    assert "| p | done | 2.5 | 2 | 1 |" in text and "1 cases are right: one." in text
-    assert "| two | WRONG | error a / b |" in text and "rehearsal" in text
-    assert "rehearsal" not in report({"device": "Some GPU"}, results)
+    assert "| p | done | 2.5 | 2 | 1 |" in text and "| two | WRONG |" in text
+    assert "rehearsal" in text and "rehearsal" not in report({"device": "Some GPU"}, results)
     assert not passed(results) and passed([r for r in results if r.get("ok") is not False])
     assert not passed([{"part": "p", "status": "failed", "output": ""}])
     assert passed([{"part": "p", "status": "time limit"}])
 
 
-@pytest.mark.parametrize(
-    "status, line",
-    [
-        ({"right-a": "done", "fast-b": "no time"}, "cpu: nothing is wrong"),
-        ({"right-a": "no time", "right-b": "time limit"}, "cpu: not checked: right-a, right-b"),
-        ({"right-a": "failed", "right-b": "no time"}, "cpu: WRONG:"),
-    ],
-)
-def test_the_summary_says_what_was_not_checked(status, line):
-    found = [{"part": name, "status": how, "output": ""} for name, how in status.items()]
-    assert summary({"device": "cpu"}, found).splitlines()[0] == line
+def test_the_summary_says_what_was_not_checked():
+    for how, said in (("done", "nothing is wrong"), ("no time", "right-a"), ("failed", "WRONG")):
+        found = [{"part": "right-a", "status": how, "output": ""}]
+        assert said in summary({"device": "cpu"}, found).splitlines()[0]
 
 
 def test_a_rank_that_fails_ends_the_others():
@@ -124,12 +116,10 @@ def test_a_rank_that_fails_ends_the_others():
     assert time.monotonic() - start < 30
 
 
-@pytest.mark.parametrize("one", PARTS, ids=lambda one: one.name)
-def test_every_part_has_a_function(one):
-    import importlib
-
-    module, name = one.function.split(":")
-    assert callable(getattr(importlib.import_module(f"benchmarks.gpu.{module}"), name))
+def test_every_part_has_a_function():
+    for part in PARTS:
+        module, name = part.function.split(":")
+        assert callable(getattr(importlib.import_module(f"benchmarks.gpu.{module}"), name))
 
 
 def test_the_block_is_compared_with_other_options(monkeypatch):
@@ -161,16 +151,10 @@ def test_the_verdict_is_of_large_batches(ratios, line):
     assert goal(results) == line and line in report({"device": "cpu"}, results).splitlines()
 
 
-def test_a_training_without_a_group_is_one_process(tmp_path, monkeypatch):
-    """On several GPUs fairseq would start one for each."""
-    monkeypatch.setattr(training.fairseq_cli.train, "cli_main", lambda: print(sys.argv))
-    text = training.Runs(Context("cpu", str(tmp_path))).train("run")
-    assert "'--distributed-world-size', '1'" in text
-
-
 @pytest.mark.parametrize("part", [fast.block, fast.products, right.compiled])
 def test_without_a_grouped_product_nothing_is_wrong(part, tmp_path, monkeypatch):
     """As with torch 2.6: what needs it is left out."""
+    monkeypatch.setattr(fast, "STRATA", (2,))
     monkeypatch.setattr(torch_features, "grouped_mm", None)
     monkeypatch.delattr(torch.nn.functional, "grouped_mm", raising=False)
     found = list(part(Context("cpu", str(tmp_path))))
@@ -204,17 +188,6 @@ def test_fused_is_what_fused_kernels_compute(tmp_path, monkeypatch):
     assert "fused" not in next(fast.block(context))["ms"]
     runs = training.Runs(context)
     assert update.timed(runs, "4-4, bf16, fused", [], context)["ran"] == "the general forward"
-
-
-def test_a_case_that_does_not_fit_the_memory_is_not_wrong(tmp_path, monkeypatch):
-    def fails(*_):
-        raise torch.OutOfMemoryError("CUDA out of memory.")
-
-    context = Context("cpu", str(tmp_path))
-    for module, name, part in [(fast, "measure", fast.block), (update, "timed", update.update)]:
-        monkeypatch.setattr(module, name, fails)
-        found = list(part(context))
-        assert found and all((r["ok"], r["error"]) == (None, "does not fit") for r in found)
 
 
 def test_peak_memory_is_that_of_a_step(monkeypatch):

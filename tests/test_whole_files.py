@@ -58,11 +58,6 @@ def test_a_signal_that_comes_with_the_file_leaves_nothing(tmp_path, monkeypatch)
     assert contents(tmp_path) == {}
 
 
-def test_a_folder_that_is_missing_is_named(tmp_path):
-    with pytest.raises(UsageError, match="none/a cannot be saved: No such file"):
-        write_whole(tmp_path / "none/a", "text")
-
-
 def test_what_appeared_meanwhile_is_not_replaced(tmp_path):
     """Whether something is there is asked when the work is done, not only before it."""
     with pytest.raises(UsageError, match="^--output x "):
@@ -152,15 +147,20 @@ def test_links_with_the_names_of_half_written_files_are_not_written_through(tmp_
     assert victim.read_text() == "mine"
 
 
-def test_what_a_killed_process_left_is_removed_by_the_next_one(tmp_path, monkeypatch):
+def ended_process() -> int:
+    """Its number."""
     process = subprocess.Popen(["true"])
     process.wait()
-    ended, here = process.pid, os.getpid()
-    ended, here = (f"{files.host()}-{pid}" for pid in (ended, here))
-    elsewhere = f"00000000-{process.pid}"  # whose process numbers say nothing here
+    return process.pid
+
+
+def test_what_a_killed_process_left_is_removed_by_the_next_one(tmp_path, monkeypatch):
+    pid = ended_process()
+    ended, here = f"{files.host()}-{pid}", f"{files.host()}-{os.getpid()}"
+    elsewhere = f"00000000-{pid}"  # whose process numbers say nothing here
     left = [f"a.smoe.{ended}-00000000.tmp", f"a.smoe.{ended}-1234abcd.tmp"]
     kept = [f"a.smoe.{here}-00000000.tmp", f"b.smoe.{ended}-00000000.tmp", "a.smoe.my-notes.tmp"]
-    kept += [f"a.smoe.{elsewhere}-00000000.tmp", f"a.smoe.{process.pid}-00000000.tmp"]
+    kept += [f"a.smoe.{elsewhere}-00000000.tmp", f"a.smoe.{pid}-00000000.tmp"]
     for name in left + kept:
         (tmp_path / name).write_text("half")
     write_whole(tmp_path / "a", "new")
@@ -172,10 +172,9 @@ def test_what_a_killed_process_left_is_removed_by_the_next_one(tmp_path, monkeyp
 
 def test_a_folder_that_a_killed_process_left_is_removed_by_the_next_one(tmp_path):
     """The old folder not before a new one is in place: it may be all that is left."""
-    process = subprocess.Popen(["true"])
-    process.wait()
+    left = f"a.smoe.{files.host()}-{ended_process()}-00000000"
     for ending in ("partial", "old"):
-        (tmp_path / f"a.smoe.{files.host()}-{process.pid}-00000000.{ending}/in").mkdir(parents=True)
+        (tmp_path / f"{left}.{ending}/in").mkdir(parents=True)
     with pytest.raises(ZeroDivisionError), whole_folder(tmp_path / "a"):
         1 / 0  # noqa: B018
     assert [path.suffix for path in tmp_path.iterdir()] == [".old"]
@@ -293,8 +292,10 @@ def test_a_folder_without_room_leaves_the_old_one(tmp_path, monkeypatch, fails):
     assert contents(tmp_path) == {"folder/file": b"old"}
 
 
-def test_a_folder_that_cannot_be_made_is_named(tmp_path):
+def test_a_folder_that_is_missing_or_cannot_be_made_is_named(tmp_path):
     (tmp_path / "file").write_text("mine")
+    with pytest.raises(UsageError, match="none/a cannot be saved: No such file"):
+        write_whole(tmp_path / "none/a", "text")
     with pytest.raises(UsageError, match="file/folder cannot be saved: Not a directory"):
         with whole_folder(tmp_path / "file/folder"):
             pass
