@@ -56,7 +56,7 @@ def test_parts_that_are_not_registered_are_named():
     assert said.returncode == 2 and "SMOE_PLUGINS" in said.stderr
 
 
-@pytest.mark.parametrize("term", [soak("None"), soak("0.5"), "stats.balance_loss.expand(2)"])
+@pytest.mark.parametrize("term", [soak("0.5"), "stats.balance_loss.expand(2)"])
 def test_a_loss_that_is_no_scalar_is_named(small_corpus, tmp_path, term):
     (tmp_path / "own.py").write_text(LOSS.format("mine", term))
     words = ["--user-dir", f"{ROOT}/smoe_fairseq:{tmp_path}/own.py", "--moe-losses", "mine=0.1"]
@@ -66,11 +66,11 @@ def test_a_loss_that_is_no_scalar_is_named(small_corpus, tmp_path, term):
 
 
 @pytest.fixture(scope="module")
-def trained(phrasebook, tmp_path_factory) -> tuple[Path, dict[str, str]]:
+def trained(prepared, tmp_path_factory) -> tuple[Path, dict[str, str]]:
     """A folder with a run of a method that names the plugin, and the environment of its recipes."""
     folder = tmp_path_factory.mktemp("plugin")
-    shutil.copytree(phrasebook / "data", folder / "data")
-    shutil.copytree(ROOT / "configs", folder / "configs")
+    shutil.copytree(prepared / "data", folder / "data")
+    shutil.copytree(prepared / "configs", folder / "configs")
     (folder / "configs/gates").mkdir()
     shutil.copy(PLUGIN, folder / "configs/gates")
     (folder / "configs/methods/balanced.yaml").write_text(METHOD)
@@ -78,16 +78,16 @@ def trained(phrasebook, tmp_path_factory) -> tuple[Path, dict[str, str]]:
     search = "--beam 1 --max-len-a 0 --max-len-b 5".split()
     for step, flags in (("train", SMALL), ("evaluate", search)):
         # Not in this process, which would keep the plugin.
-        succeeded(run_step(step, "phrasebook", "balanced", *flags, cwd=folder, **given))
+        succeeded(run_step(step, "tiny", "balanced", *flags, cwd=folder, **given))
     return folder, given
 
 
 def test_a_run_is_trained_evaluated_and_tabled_with_its_flops(trained):
     folder, given = trained
-    log = (folder / "runs/phrasebook/balanced/train.log").read_text()
+    log = (folder / "runs/tiny/balanced/train.log").read_text()
     assert "confidence_loss" in log and "experts_per_token" in log
-    assert json.loads((folder / "runs/phrasebook/balanced/scores.json").read_text())["scores"]
-    assert " balanced" in run_step("table", "phrasebook", cwd=folder, **given).stdout
+    assert json.loads((folder / "runs/tiny/balanced/scores.json").read_text())["scores"]
+    assert " balanced" in run_step("table", "tiny", cwd=folder, **given).stdout
     flags = "--arch smoe_transformer_tiny --smoe-strata 4-4 --vocab-size 100 --json".split()
     costs = [
         json.loads(run("smoe", "cost", *flags, *own, SMOE_PLUGINS=str(PLUGIN)).stdout)
@@ -98,26 +98,23 @@ def test_a_run_is_trained_evaluated_and_tabled_with_its_flops(trained):
 
 def test_commands_read_the_checkpoint_if_the_plugin_is_named(trained, monkeypatch, balancing):
     folder, _ = trained
-    path, gates = "runs/phrasebook/balanced", str(folder / "configs/gates/balancing.py")
+    path, gates = "runs/tiny/balanced", str(folder / "configs/gates/balancing.py")
     best = f"{path}/checkpoint_best.pt"
+    data = "data/tiny/bin"
     for words, made in (
-        (["analyze", "data/phrasebook/bin", "--path", best, "--output", "report"], "report"),
-        (
-            ["prune", best, "data/phrasebook/bin", "--keep", "0.5", "--output", "pruned.pt"],
-            "pruned.pt",
-        ),
+        (["analyze", data, "--path", best, "--output", "report"], "report"),
+        (["prune", best, data, "--keep", "0.5", "--output", "pruned.pt"], "pruned.pt"),
         (["export", path, "--to", "huggingface", "--output", "hf"], "hf/config.json"),
     ):
-        monkeypatch.chdir(folder)
-        smoe(*words)
+        smoe(*words, cwd=folder)
         assert (folder / made).exists()
-    words = ("translate", path, "--from", "eng", "--to", "nso")
+    words = ("translate", path, "--from", "en", "--to", "fr")
     refused(run("smoe", *words, check=False, cwd=folder), "balancing")
     said = run("smoe", *words, cwd=folder, stdin="a dog\n", SMOE_PLUGINS=gates)
     assert said.stdout.strip()
     monkeypatch.setenv("SMOE_PLUGINS", gates)
     with Serving(path, folder=folder) as server:
-        body = json.dumps({"text": "a dog", "source": "eng", "target": "nso"})
+        body = json.dumps({"text": "a dog", "source": "en", "target": "fr"})
         status, _, answer = server.request("POST", "/translate", body, JSON)
     assert status == 200 and said.stdout.split("\n")[0] in answer.decode()
     config = json.loads((folder / "hf/config.json").read_text())
