@@ -78,13 +78,15 @@ def server_of(arguments) -> Server:
     return WITH_PLUGIN if str(PLUGIN) in map(str, arguments) else FAIRSEQ
 
 
-def run_python(
-    program: str, *arguments, server: Server = TORCH, **environment
-) -> subprocess.CompletedProcess:
-    """``python -c``, forked; by default from a process that has imported nothing of fairseq."""
+def run_python(program: str, *arguments, **options) -> subprocess.CompletedProcess:
+    """``python -c``, as of `run_forked`."""
+    return run_forked("-c", program, *arguments, **options)
+
+
+def run_forked(*command, server: Server = TORCH, **environment) -> subprocess.CompletedProcess:
+    """What follows ``python``, forked; by default from a process that has imported nothing of fairseq."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
-    command = ["-c", program, *map(str, arguments)]
-    return _fork(server, command, environment, os.getcwd(), "")
+    return _fork(server, [*map(str, command)], environment, os.getcwd(), "")
 
 
 def without(*packages: str) -> str:
