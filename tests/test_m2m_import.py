@@ -70,7 +70,7 @@ def test_text(kind, imported, theirs):
     source, target = DIRECTIONS[kind]
     ours = SMoETransformerModel.from_pretrained(imported)
     assert (imported.parent / "langs.txt").read_text().split() == list(ours.task.langs)
-    text = pretrained.lines(1000, seed=5) + SPECIAL
+    text = pretrained.lines(300, seed=5) + SPECIAL
     language = ours.src_dict.index(f"__{source}__")
     for line, ids in zip(text, tokenizer(text)["input_ids"], strict=True):
         assert [language, *encoded(ours, line, ours.src_dict)] == ids, repr(line)
@@ -123,9 +123,12 @@ def nllb_moe(folder: Path, subwords: Path, **options):
 
 
 NLLB = {
-    "plain": {"moe_token_dropout": 0.0},
     "masks": {"normalize_router_prob_before_dropping": True, "scale_embedding": False},
-    "apart": {"tie_word_embeddings": False, "activation_function": "gelu"},
+    "apart": {
+        "moe_token_dropout": 0.0,
+        "tie_word_embeddings": False,
+        "activation_function": "gelu",
+    },
 }
 
 
@@ -271,7 +274,6 @@ def bpe(merges: list[str], **others) -> dict:
 
 
 WRONG = [  # a file, the values that it gets or None without it, and what the sentence names
-    *(("config.json", {"model_type": t}, "model_type") for t in ("marian", "mbart", "t5")),
     ("config.json", {"quantization_config": {"quant_method": "gptq"}}, "quantization_config"),
     ("config.json", {"auto_map": {"AutoModel": "code.Model"}}, "auto_map"),
     ("config.json", {"encoder_layers": 3}, "encoder.layers.2"),
@@ -291,9 +293,7 @@ WRONG = [  # a file, the values that it gets or None without it, and what the se
     ("tokenizer.json", bpe([], vocab={"a": 1}), "model.vocab"),
     ("tokenizer.json", bpe([], byte_fallback=True), "model.byte_fallback"),
     ("tokenizer.json", bpe([]) | {"pre_tokenizer": {"type": "ByteLevel"}}, "pre_tokenizer"),
-    ("model.safetensors", None, "model.safetensors"),
     *((name, POINTER, f"{name} is a pointer") for name in ("model.safetensors", "vocab.json")),
-    ("config.json", None, "config.json"),
 ]
 
 
@@ -413,9 +413,9 @@ def test_published_files_of_fairseq(kind, imported, published, tmp_path):
     call("import", published, "--output", output)
     assert (tmp_path / "langs.txt").read_text() == (imported.parent / "langs.txt").read_text()
     source, target = DIRECTIONS[kind]
-    text = pretrained.lines(8, seed=6)
+    text, options = pretrained.lines(8, seed=6), {"max_len_a": 0, "max_len_b": 20}
     expected, found = (
-        [t.hypotheses[0].text for t in ours.translations(text, None, source, target)]
+        [t.hypotheses[0].text for t in ours.translations(text, 2, source, target, **options)]
         for ours in map(SMoETransformerModel.from_pretrained, (imported, output))
     )
     assert found == expected
