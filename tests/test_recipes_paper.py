@@ -42,8 +42,10 @@ def trained(result: subprocess.CompletedProcess) -> list[str]:
     return shlex.split(line)
 
 
-@pytest.mark.parametrize("nodes, gpus", [(1, 1), (1, 3), (1, 8), (2, 8)])
-@pytest.mark.parametrize("dataset, tokens", [("m4", 13_000), ("m15", 13_000), ("opus100", 65_000)])
+@pytest.mark.parametrize(
+    "dataset, tokens, nodes, gpus",
+    [("m4", 13_000, 1, 3), ("m15", 13_000, 2, 8), ("opus100", 65_000, 1, 1)],
+)
 def test_tokens_per_update_do_not_depend_on_gpus(tmp_path, dataset, tokens, nodes, gpus):
     result = dry(tmp_path, "train", dataset, "moe", GPUS=str(gpus), NODES=str(nodes))
     assert batch(trained(result), nodes * gpus) == pytest.approx(tokens, rel=0.02)
@@ -127,12 +129,11 @@ PRECISIONS = {  # flags, and what is said of them
 }
 
 
-@pytest.mark.parametrize("dataset", ["m4", "multi30k"])
 @pytest.mark.parametrize("given", PRECISIONS)
-def test_precision(tmp_path, dataset, given):
+def test_precision(tmp_path, given):
     set_to = dict(word.split("=") for word in given if "=" in word)
     flags = [word for word in given if word.startswith("--")]
-    result = dry(tmp_path, "train", dataset, "moe", *flags, **set_to)
+    result = dry(tmp_path, "train", "m4", "moe", *flags, **set_to)
     (words,) = commands(result, "fairseq-train")
     known = {"--fp16", "--bf16", "--amp", "--fp16-no-flatten-grads"}
     expected, said = PRECISIONS[given]
@@ -160,8 +161,3 @@ def test_folders_whose_names_look_like_flags(tmp_path):
     words = shlex.split(result.stdout, comments=True)
     assert str(tmp_path / "-r") in words and str(tmp_path / "-d/opus100/raw") in words
     assert not [word for word in words if word.startswith(("-r", "-d")) and word != "-rf"]
-
-
-def test_a_name_that_is_nearly_right_is_told(tmp_path):
-    for words, near in ((("train", "m15", "dens"), "dense?"), (("prepare", "opus10"), "opus100?")):
-        assert near in refusal(dry(tmp_path, *words))

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from commands import bash_functions, bash_torchrun, refused, run, succeeded
+from commands import TORCHRUN, bash_functions, bash_torchrun, refused, run_forked, succeeded
 from programs import HANGS, path_with, started, wait_until
 from ranks import free_port
 from sampling import soak
@@ -149,22 +149,10 @@ def test_gpus_that_are_not_there(planned):
     # One process needs no word about it.
     assert planned(0, "1").flags() == {"cpu": True, "distributed-world-size": 1}
     assert planned(2, "2").flags() == {"cpu": False, "ddp-backend": "legacy_ddp"}
-    for elsewhere in ({"LAUNCHER": "slurm"}, {"DRY_RUN": "1"}):
-        assert not planned(0, "2", **elsewhere).cpu
-
-
-def test_machines_without_gpu_talk_over_gloo(planned):
     gloo = {"cpu": True, "distributed-backend": "gloo", "ddp-backend": "legacy_ddp"}
     assert planned(0, "0", NODES="2").flags() == gloo
-
-
-def test_what_a_machine_without_gpu_adds_is_in_the_dry_run(tmp_path):
-    result = recipe(tmp_path, "train", "m4", "moe", DRY_RUN="1", GPUS="2")
-    assert "# on a machine without a GPU, --cpu --distributed-backend gloo" in result.stdout
-    (words,) = commands(
-        recipe(tmp_path, "train", "m4", "moe", "--cpu", DRY_RUN="1", GPUS="2"), "torchrun"
-    )
-    assert value(words, "--distributed-backend") == "gloo" and "--fp16" not in words
+    for elsewhere in ({"LAUNCHER": "slurm"}, {"DRY_RUN": "1"}):
+        assert not planned(0, "2", **elsewhere).cpu
 
 
 def test_the_device_and_the_back_end_of_a_data_set_are_kept(tmp_path):
@@ -173,17 +161,6 @@ def test_the_device_and_the_back_end_of_a_data_set_are_kept(tmp_path):
     given |= {"DRY_RUN": "1", "GPUS": "2"}
     words = commands(recipe(tmp_path, "train", "own", "dense", **given), "torchrun")[0]
     assert value(words, "--ddp-backend") == "pytorch_ddp" and "--cpu" in words
-
-
-def test_machines_say_where_they_wait(tmp_path):
-    """Without ``MASTER_ADDR`` each waits for the others on itself."""
-    given = {"DRY_RUN": "1", "NODES": "2", "GPUS": "1", "MASTER_ADDR": "", "MASTER_PORT": "29777"}
-    (said,) = [
-        line
-        for line in recipe(tmp_path, "train", "m4", "moe", **given).stdout.splitlines()
-        if "localhost:29777" in line and line.startswith("#")
-    ]
-    assert "MASTER_ADDR" in said
 
 
 def test_a_command_that_has_ended_does_not_hold_up_the_end(monkeypatch):
@@ -232,8 +209,9 @@ RANKS = """if [ "$RANK" = 1 ]; then {}; fi; exec sleep 600"""
 )
 def test_a_rank_that_is_killed_is_named_in_one_sentence(planned, does, named):
     """One that ends by itself has said why."""
-    words = planned(0, "2").words("bash")
-    result = run(*words, "-c", RANKS.format(does), check=False, fresh=True, SMOE_SCREEN="1")
+    _, safe, _, module, *words = planned(0, "2").words("bash")
+    assert (safe, module) == ("-P", TORCHRUN)
+    result = run_forked("-m", module, *words, "-c", RANKS.format(does), SMOE_SCREEN="1")
     assert result.returncode == 1
     if named:
         refused(result, *named)
