@@ -453,33 +453,6 @@ def test_an_interrupted_evaluation_goes_on_with_what_is_left(unevaluated, monkey
 
 
 @pytest.mark.soak
-def test_what_is_evaluated_is_not_evaluated_again_unless_anything_is_new(unevaluated):
-    run = unevaluated / "runs/tiny/smoe-2-2"
-    file = run / "scores.json"
-
-    def is_new(*flags: str) -> bool:
-        before = file.stat().st_mtime_ns if file.exists() else 0
-        succeeded(evaluate_again(unevaluated, *flags))
-        return file.stat().st_mtime_ns != before
-
-    assert [is_new(), is_new()] == [True, False]
-    assert [is_new("--lenpen", "2"), is_new("--lenpen", "2")] == [True, False]
-    assert "--lenpem" in refusal(evaluate_again(unevaluated, "--lenpem", "2"))
-    best = run / "checkpoint_best.pt"
-    best.touch()
-    assert not is_new("--lenpen", "2")
-    before = best.stat()
-    changed(best, best, lambda state: state["extra_state"].update(epoch=99))
-    os.utime(best, ns=(before.st_atime_ns, before.st_mtime_ns))
-    assert is_new("--lenpen", "2")
-    generated = run / "test/en-fr/generate-test.txt"
-    translated = generated.stat().st_mtime_ns
-    reference = unevaluated / "data/tiny/raw/test.en-fr.fr"
-    reference.write_text(reference.read_text().replace("nombre", "chiffre"))
-    assert is_new("--lenpen", "2") and generated.stat().st_mtime_ns == translated
-
-
-@pytest.mark.soak
 def test_what_goes_wrong_in_a_translation_is_one_sentence(unevaluated):
     run = unevaluated / "runs/tiny/smoe-2-2"
     sentence = refusal(evaluate_again(unevaluated, "--lenpen", "much"))
