@@ -17,7 +17,7 @@ from filelock import FileLock
 from plain_loops import EXECUTIONS, executing
 from ranks import Ranks
 from sampling import pairwise
-from warm import quicken_hydra, quicken_yaml
+from warm import quicken_hydra
 
 gc.disable()  # until all modules are imported, a sixth sooner
 
@@ -41,7 +41,6 @@ def pytest_addoption(parser):
 
 def pytest_collection_finish():
     quicken_hydra()  # only now, since the process that shares the tests needs no hydra
-    quicken_yaml()
     # What modules hold is not searched for garbage again and again.
     gc.collect()
     gc.freeze()

@@ -70,25 +70,6 @@ def quicken_hydra() -> None:
     inspect.stack.__defaults__ = (0,)  # of callers it wants the files' names, not their lines
 
 
-def quicken_yaml() -> None:
-    """Lets each of what recipes read YAML with parse a text once; it is most of a dry run."""
-    import yaml
-
-    original, scan, loaded = yaml.load, yaml.scan, {}
-
-    def load(stream, Loader):
-        if not isinstance(stream, str):
-            return original(stream, Loader)
-        kind = (stream, Loader.__qualname__)
-        if kind not in loaded:
-            loaded[kind] = original(stream, Loader)
-        return copy.deepcopy(loaded[kind])
-
-    yaml.load = load
-    yaml.compose = functools.cache(yaml.compose)
-    yaml.scan = functools.cache(lambda text: list(scan(text)))
-
-
 def import_plugin(listener: int) -> None:
     """The plugin too, as ``--user-dir`` does before anything else."""
     import fairseq.dataclass.utils
@@ -121,7 +102,6 @@ def import_recipes(listener: int) -> None:
     import smoe_fairseq.recipes.training.train  # noqa: F401
 
     assert "sacrebleu" not in sys.modules
-    quicken_yaml()
     run(serve(listener))
 
 

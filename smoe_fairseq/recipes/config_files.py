@@ -1,5 +1,7 @@
 """The YAML files in ``configs/``: where they are, their form, and reading them."""
 
+import copy
+import functools
 import re
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -154,7 +156,13 @@ def read(path: Path, keys: Collection[str]) -> dict[str, Any]:
         UsageError: the file cannot be read, is not YAML, does not match `SCHEMA`, or has a key that is not
             in ``keys``.
     """
-    text = read_text(path)
+    content = copy.deepcopy(_parsed(path, read_text(path)))
+    check(content, Settings({key: SCHEMA[key] for key in keys}), path)
+    return {key: value for key, value in content.items() if value is not None}
+
+
+@functools.cache  # a command asks for sections of the same files many times
+def _parsed(path: Path, text: str) -> dict[str, Any]:
     try:
         if not isinstance(yaml.compose(text), yaml.MappingNode | None):
             raise UsageError(f"{path}: expected keys and values such as `pairs: [eng-nso]`")
@@ -168,8 +176,6 @@ def read(path: Path, keys: Collection[str]) -> dict[str, Any]:
             # OmegaConf takes ??? for a value that is missing; no program takes a null byte.
             if token.value == "???" or "\0" in token.value:
                 raise UsageError(f"{line}: {token.value!r}: expected another value")
-        content = OmegaConf.to_container(OmegaConf.create(text))
+        return OmegaConf.to_container(OmegaConf.create(text))
     except (yaml.YAMLError, OmegaConfBaseException, RecursionError) as error:
         raise UsageError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from None
-    check(content, Settings({key: SCHEMA[key] for key in keys}), path)
-    return {key: value for key, value in content.items() if value is not None}
