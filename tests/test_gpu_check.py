@@ -4,6 +4,7 @@ import importlib
 import json
 import os
 import re
+import sys
 import time
 from functools import partial
 
@@ -151,6 +152,13 @@ def test_the_verdict_is_of_large_batches(ratios, line):
     assert goal(results) == line and line in report({"device": "cpu"}, results).splitlines()
 
 
+def test_a_training_without_a_group_is_one_process(tmp_path, monkeypatch):
+    """On several GPUs fairseq would start one for each."""
+    monkeypatch.setattr(training.fairseq_cli.train, "cli_main", lambda: print(sys.argv))
+    text = training.Runs(Context("cpu", str(tmp_path))).train("run")
+    assert "'--distributed-world-size', '1'" in text
+
+
 @pytest.mark.parametrize("part", [fast.block, fast.products, right.compiled])
 def test_without_a_grouped_product_nothing_is_wrong(part, tmp_path, monkeypatch):
     """As with torch 2.6: what needs it is left out."""
@@ -188,6 +196,17 @@ def test_fused_is_what_fused_kernels_compute(tmp_path, monkeypatch):
     assert "fused" not in next(fast.block(context))["ms"]
     runs = training.Runs(context)
     assert update.timed(runs, "4-4, bf16, fused", [], context)["ran"] == "the general forward"
+
+
+def test_a_case_that_does_not_fit_the_memory_is_not_wrong(tmp_path, monkeypatch):
+    def fails(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    context = Context("cpu", str(tmp_path))
+    for module, name, part in [(fast, "measure", fast.block), (update, "timed", update.update)]:
+        monkeypatch.setattr(module, name, fails)
+        found = list(part(context))
+        assert found and all((r["ok"], r["error"]) == (None, "does not fit") for r in found)
 
 
 def test_peak_memory_is_that_of_a_step(monkeypatch):
