@@ -54,12 +54,9 @@ def opened(browser):
     """
     contexts, wrong = [], []
 
-    def open_page(
-        serving, link="", size=DESKTOP, colours="light", touch=False, quiet=True, **answers
-    ):
-        context = browser.new_context(
-            viewport={"width": size[0], "height": size[1]}, color_scheme=colours, has_touch=touch
-        )
+    def open_page(serving, link="", size=DESKTOP, touch=False, quiet=True, **answers):
+        viewport = {"width": size[0], "height": size[1]}
+        context = browser.new_context(viewport=viewport, has_touch=touch)
         contexts.append(context)
         page = context.new_page()
         page.set_default_timeout(30000)
@@ -91,9 +88,8 @@ def translated(page):
     return page
 
 
-@pytest.mark.parametrize("size", [PHONE, DESKTOP], ids=["phone", "desktop"])
-def test_type_and_see(server, opened, size):
-    page = opened(server, size=size)
+def test_type_and_see(server, opened):
+    page = opened(server, size=PHONE)
     page.get_by_label("From", exact=True).select_option("aa")
     page.get_by_label("To", exact=True).select_option("cc")
     assert page.locator("#unseen").is_hidden()
@@ -110,7 +106,7 @@ def test_type_and_see(server, opened, size):
     assert page.locator("#legend .swatch").all_inner_texts() == ["1", "2", "3", "4"]
     assert "Translated in" in page.locator("#status").inner_text()
     wide = page.evaluate("[document.documentElement.scrollWidth, innerWidth]")
-    assert wide == [size[0], size[0]]  # nothing to scroll sideways
+    assert wide == [PHONE[0], PHONE[0]]  # nothing to scroll sideways
 
 
 def test_translations_are_the_servers(talking, opened):
@@ -142,10 +138,9 @@ def test_flow_of_the_tokens(server, opened):
         heads = flow.locator(".head").all_text_contents()
         assert heads[1:-1:2] == [f"stratum {i}" for i in range(1, 5)] and heads[-1] == "out"
         assert heads[2:-1:2] == ["6/6", "3/6", "4/6", "3/6"]
-    left = page.evaluate("scrollX")
     flows.first.locator(".strand").nth(2).locator(".expert").first.hover()
     assert page.locator(".token.chosen .piece").all_inner_texts() == ["aa1"]
-    assert "choosing" in flows.first.get_attribute("class") and page.evaluate("scrollX") == left
+    assert "choosing" in flows.first.get_attribute("class")
 
 
 def details(page):
@@ -168,6 +163,12 @@ def test_experts_and_weights_by_pointer(server, opened):
     page.mouse.move(5, 5)
     page.wait_for_selector("#details", state="hidden")
     assert page.locator(".chosen").count() == 0
+    page.locator("section[aria-label^=Source] .token").nth(1).focus()
+    page.locator("section[aria-label^=Translation] .token").first.hover()
+    assert details(page)[0] != "aa0"
+    page.mouse.move(5, 5)  # the focused token comes back
+    sync_api.expect(page.locator("#details h4")).to_have_text("aa0")
+    assert page.locator(".token.chosen .piece").all_inner_texts() == ["aa0"]
 
 
 def test_by_keyboard_alone(server, opened):
@@ -208,11 +209,12 @@ def test_links_can_be_shared(talking, opened):
     page = opened(talking)
     page.get_by_label("From", exact=True).select_option("bb")
     page.get_by_label("To", exact=True).select_option("aa")
-    text = "bb1 %#&: bb2\nbb3"
+    text = "bb1 %#&: <img src=x onerror=document.title=1>\nbb3"
     page.get_by_label("Text").fill(text)
     page.keyboard.press("Control+Enter")
     translated(page)
     assert page.locator("article").count() == 2  # a sentence per line
+    assert page.locator("main img").count() == 0 and page.title() != "1"
     other = translated(opened(talking, page.url[len(talking.url) + 1 :]))
     assert other.locator("#text").input_value() == text
     assert other.locator("#source").input_value() == "bb"
@@ -223,12 +225,6 @@ def test_links_can_be_shared(talking, opened):
     assert "xx-aa" in wrong.get_by_role("alert").inner_text()
 
 
-def test_text_is_text(server, opened):
-    page = translated(opened(server, "#aa-bb:<img src=x onerror=document.title=1> aa1 <b>"))
-    assert page.locator("main img, main b").count() == 0
-    assert page.title() == "Translation through strata"
-
-
 def test_errors_are_seen(three_languages, gates_by_hand, opened):
     with Serving(gates_by_hand, "--data", three_languages, "--max-tokens", 5) as serving:
         page = opened(serving, "#aa-bb:aa1", quiet=False)  # a browser logs each status from 400 on
@@ -236,15 +232,15 @@ def test_errors_are_seen(three_languages, gates_by_hand, opened):
         page.get_by_label("Text").fill(" ")
         page.keyboard.press("Control+Enter")
         alert = page.get_by_role("alert")
-        assert alert.inner_text() == "There is no text: type a sentence."
+        assert "no text" in alert.inner_text()
         page.get_by_label("Text").fill("aa1 " * 6)
         page.keyboard.press("Control+Enter")
-        sync_api.expect(alert).to_contain_text("tokens, of at most 5")
+        sync_api.expect(alert).to_contain_text("at most 5")
         assert page.locator(".token").count() == 0  # nothing old beside it
         serving.stop(signal.SIGKILL)
         page.get_by_label("Text").fill("aa1")
         page.keyboard.press("Control+Enter")
-        sync_api.expect(alert).to_contain_text("The server does not answer")
+        sync_api.expect(alert).to_contain_text("does not answer")
         assert page.locator("#status").inner_text() == ""
 
 
@@ -264,11 +260,9 @@ def translation(page):
 
 DOORS = {  # what the user does while a text is translated or its translation is shown
     "swap": lambda page: page.get_by_role("button", name="Swap the languages").click(),
-    "from": lambda page: page.get_by_label("From", exact=True).select_option("bb"),
     "to": lambda page: page.get_by_label("To", exact=True).select_option("cc"),
     "no text": lambda page: (page.get_by_label("Text").fill(" "), submit(page)),
     "a link that cannot be read": lambda page: page.evaluate("location.hash = '#%:a'"),
-    "a link of another direction": lambda page: page.evaluate("location.hash = '#xx-aa:a'"),
 }
 
 
@@ -322,7 +316,8 @@ def test_a_number_has_one_colour(server, opened):
     def halve(side):
         for layer in side["layers"] if len(side["tokens"]) == len(CLASSES) else []:
             layer["strata"] = [2, 2]
-            layer["stops"] = [[s for s in stops if s["stratum"] < 2] for stops in layer["stops"]]
+            of_both = [[s for s in stops if s["stratum"] < 2] for stops in layer["stops"]]
+            layer["stops"] = [[s | {"experts": []} for s in stops] for stops in of_both]
 
     page = translated(opened(server, f"#aa-bb:{SENTENCE}", translate=answer_of(server, halve)))
     legend = dict(colours(page.locator("#legend .swatch")))
@@ -334,6 +329,8 @@ def test_a_number_has_one_colour(server, opened):
     strand = page.locator("section[aria-label^=Source] .strand").nth(3)  # of a token with 2 stops
     level = page.locator("#legend .swatch").nth(1).get_attribute("class").split()[-1]
     assert level in strand.get_attribute("class")
+    page.locator(".token").first.focus()
+    assert "no expert" in " ".join(details(page))
 
 
 def test_languages_have_names(server, opened):
@@ -395,42 +392,12 @@ def test_rows_from_right_to_left(server, opened):
     assert page.evaluate("document.activeElement === document.querySelectorAll('.token')[1]")
 
 
-def test_counts_over_many_strata_can_be_read_on_a_phone(server, opened):
-    def widen(side):
-        for layer in side["layers"]:
-            layer["strata"], layer["first_experts"] = [2] * 12, [*range(0, 24, 2)]
-            stops = [{"stratum": i, "first": 2 * i, "experts": []} for i in range(12)]
-            layer["stops"] = [stops] * len(side["tokens"])
-
-    answer = answer_of(server, widen)
-    page = translated(opened(server, f"#aa-bb:{SENTENCE}", size=PHONE, translate=answer))
-    heads = page.locator("section[aria-label^=Source] svg.flow").first.locator("text.head")
-    assert heads.all_text_contents().count(str(len(CLASSES))) == 12 + 1  # with stratum 6
-    boxes = heads.evaluate_all(
-        "all => all.map(e => e.getBoundingClientRect()).map(b => [b.top, b.left, b.right])"
-    )
-    for (top, _, right), (below, left, _) in zip(sorted(boxes), sorted(boxes)[1:]):
-        assert top != below or right < left
-    page.locator(".token").first.focus()
-    assert " ".join(details(page)).count("no expert of a stratum") == 24  # in two layers
-
-
-def test_the_focused_token_comes_back_after_others_were_pointed_at(server, opened):
-    page = translated(opened(server, f"#aa-bb:{SENTENCE}"))
-    page.locator("section[aria-label^=Source] .token").nth(1).focus()
-    page.locator("section[aria-label^=Translation] .token").first.hover()
-    assert details(page)[0] != "aa0"
-    page.mouse.move(5, 5)
-    sync_api.expect(page.locator("#details h4")).to_have_text("aa0")
-    chosen = page.locator(".token.chosen")
-    assert chosen.count() == 1 and chosen.locator(".piece").inner_text() == "aa0"
-
-
 def test_light_and_dark_can_be_read(server, opened):
     """Text on each colour, by the contrast that WCAG asks for (4.5)."""
     backs = set()
+    page = translated(opened(server, f"#aa-bb:{SENTENCE}"))
     for colours in ("light", "dark"):
-        page = translated(opened(server, f"#aa-bb:{SENTENCE}", colours=colours))
+        page.emulate_media(color_scheme=colours)
         pairs = page.evaluate(
             """() => [...document.querySelectorAll('.swatch, .token, body, #model, button[type=submit]')]
             .map(e => [e, getComputedStyle(e)])
