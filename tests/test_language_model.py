@@ -132,15 +132,13 @@ def test_parameters_are_counted(flags, tables):
 @pytest.mark.parametrize(
     "flags, longest",
     [
-        ("", 1024),
-        ("--tokens-per-sample 64", 64),
-        ("--tokens-per-sample 64 --add-bos-token", 65),
-        ("--tokens-per-sample 64 --max-target-positions 99", 99),
+        ("--decoder-learned-pos", 1024),
+        ("--tokens-per-sample 64 --decoder-learned-pos --add-bos-token", 65),
+        ("--tokens-per-sample 64 --decoder-learned-pos --max-target-positions 99", 99),
     ],
 )
-@pytest.mark.parametrize("arch", ["smoe_transformer_lm", "smoe_transformer_lm_tiny"])
-def test_positions_are_the_tasks(arch, flags, longest):
-    sizes = ("--decoder-embed-dim", "16", "--decoder-attention-heads", "2", "--decoder-layers", "2")
-    model = make_model(*TASK, "--arch", arch, *sizes, *flags.split(), "--decoder-learned-pos")
+def test_positions_are_the_tasks(flags, longest):
+    flags += " --decoder-embed-dim 16 --decoder-attention-heads 2 --decoder-layers 2"
+    model = make_model(*TASK, "--arch", "smoe_transformer_lm", *flags.split())
     assert model.max_positions() == longest
     model(torch.full((1, longest), 5))  # so many are taken
