@@ -77,14 +77,6 @@ def test_grouped_training_reads_nothing(training, monkeypatch):
     assert [n for n in operations.called.elements() if n in READING] == ["_local_scalar_dense"] * 6
 
 
-@needs_grouped_mm
-def test_the_counter_sees_what_it_counts(training):
-    criterion, model, sample = training
-    with HostReads() as calls:
-        criterion(model, sample)  # asks whether there is padding, as it may on a CPU
-    assert calls.calls == {"__bool__": 4}
-
-
 @pytest.mark.parametrize("strata", STRATA)
 def test_a_product_per_expert_reads_once_per_stratum(strata):
     """The sizes of its experts; on a CPU, which need not wait, also where the tokens are."""

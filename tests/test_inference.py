@@ -24,7 +24,7 @@ OPTIONS = {
     "gelu": {"activation_fn": "gelu"},
     "geglu": {"activation_fn": "geglu"},
 }
-STRATA = ("8", "4-4", "2-2-2-2", "0-3-5")
+STRATA = ("8", "2-2-2-2", "0-3-5")
 GENERAL = {
     "top-3": {"top_k": 3},
     "bias": {"balance": "bias", "second_expert_policy": "all"},

@@ -11,20 +11,10 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from programs import HANGS, wait_until
 from serving import JSON, Serving
-from test_serve import GOOD, LONG
+from test_serve import GOOD
 
 from smoe_fairseq.serve.app import WebApp
 from smoe_fairseq.serve.engine import Engine
-
-
-def busy(serving, times: int = 1) -> threading.Thread:
-    """A request whose texts, so many times those of `LONG`, are with the model now."""
-    words = LONG | {"texts": times * LONG["texts"]}
-    thread = threading.Thread(target=serving.post, kwargs=words)
-    thread.start()
-    while serving.get("/health")["translating"] < len(LONG["texts"]):
-        assert thread.is_alive()
-    return thread
 
 
 class Broken(Engine):
@@ -62,9 +52,10 @@ def test_a_failure_is_one_sentence_and_the_next_text_is_translated():
     assert status == 200 and found["translations"] == [{"text": GOOD["text"]}]
 
 
-async def ask(app, asked, answers):
+async def ask(app, asked, answers, stays=True):
     """One request by the words of ASGI, or one without its body; adds status and JSON to the answers."""
-    messages = [{"type": "http.request", "body": json.dumps(asked).encode()}] if asked else []
+    messages = [] if stays else [{"type": "http.disconnect"}]
+    messages += [{"type": "http.request", "body": json.dumps(asked).encode()}] if asked else []
     sent = []
 
     async def receive():
@@ -74,7 +65,7 @@ async def ask(app, asked, answers):
         sent.append(message)
         if message["type"] == "http.response.body":
             headers = {name.decode(): value.decode() for name, value in sent[0]["headers"]}
-            content = json.loads(message["body"])
+            content = json.loads(message["body"] or "{}")
             answers.append((sent[0]["status"], content | {"headers": headers}))
 
     scope = {"type": "http", "method": "POST", "path": "/translate", "query_string": b""}
@@ -143,16 +134,24 @@ def posted(length: int, body: bytes = b"") -> bytes:
     return f"{head}\r\nContent-Length: {length}\r\n\r\n".encode() + body
 
 
-@pytest.mark.soak
-def test_who_has_gone_is_not_translated_for(tiny_run):
-    body = json.dumps(GOOD).encode()
-    with Serving(tiny_run, "--max-batch", 16) as serving:
-        thread = busy(serving, 3)  # some tenths of a second, also where translations end early
-        with socket.create_connection(("127.0.0.1", serving.port)) as connection:
-            connection.sendall(posted(len(body), body))
-        thread.join()
-        assert serving.get("/health")["translated"] == 3 * 16
-        assert serving.output.count("\n") == 1, serving.output  # nothing of it is logged
+def test_who_has_gone_is_not_translated_for():
+    engine, answers = Slow(), []
+    web = WebApp(engine, max_batch=1, max_waiting=8, timeout=60)
+    app = web.asgi(None)
+
+    async def ask_and_go():
+        async with app.app.router.lifespan_context(app):
+            asked = asyncio.ensure_future(ask(app, GOOD, answers))
+            while not web.queue.translating:
+                await asyncio.sleep(0.01)
+            await ask(app, GOOD, answers, stays=False)
+            engine.go_on.set()
+            await asked
+            await ask(app, GOOD, answers)
+            assert web.queue.translated == 2
+
+    asyncio.run(ask_and_go())
+    assert [status for status, _ in answers] == [499, 200, 200]
 
 
 def test_who_sends_too_slowly_is_told(monkeypatch):
