@@ -1,6 +1,5 @@
 """The paper's other systems and options, each against plain loops; see test_block.py for the rest."""
 
-import pytest
 import torch
 from plain_loops import T, make_block, make_input
 from reference import ffn, layer_norm, reference
