@@ -218,37 +218,24 @@ assert "kw_only" in dataclass.__kwdefaults__  # which torch 2.6 asks for
 # Other programs than fairseq's commands: exceptions, and nothing read from the command line
 
 
-def in_program(program: str, *arguments):
-    """Its output, where it has ended with status 0; it is called with fairseq's flags of its own."""
-    result = succeeded(run_python(program, "--arch", "nope", "--task", "nope", *arguments))
-    return result.stdout
-
-
-def test_a_program_that_calls_training_gets_the_exception(corpus, tmp_path):
-    words = [str(word) for word in (corpus, "--save-dir", tmp_path, *TINY, "--max-tokens", 3)]
+def test_another_program_gets_exceptions_and_only_its_own_words(corpus, pre_norm, tmp_path):
+    training = [str(word) for word in (corpus, "--save-dir", tmp_path, *TINY, "--max-tokens", 3)]
     (tmp_path / "checkpoint1.pt").touch()  # fairseq's tests train anew beside such files
     program = f"""
 from fairseq import distributed_utils, options
 from fairseq.dataclass.utils import convert_namespace_to_omegaconf
 from fairseq_cli import train
-args = options.parse_args_and_arch(options.get_training_parser(), {words!r})
+words = ["data", "--path", {str(pre_norm)!r}, "--max-tokens", "10"]
+args = options.parse_args_and_arch(options.get_validation_parser(), words)
+assert args.task == "translation"
+assert options.get_validation_parser("translation_lev").get_default("task") == "translation_lev"
+args = options.parse_args_and_arch(options.get_training_parser(), {training!r})
 try:
     distributed_utils.call_main(convert_namespace_to_omegaconf(args), train.main)
 except AssertionError:
     pass
 """
-    in_program(program)
-
-
-def test_a_parser_does_not_look_at_another_programs_command_line(pre_norm):
-    program = f"""
-from fairseq import options
-words = ["data", "--path", {str(pre_norm)!r}, "--max-tokens", "10"]
-args = options.parse_args_and_arch(options.get_validation_parser(), words)
-assert args.task == "translation"
-assert options.get_validation_parser("translation_lev").get_default("task") == "translation_lev"
-"""
-    in_program(program, "--path", "none.pt")
+    succeeded(run_python(program, *"--arch nope --task nope --path none.pt".split()))
 
 
 def test_the_stack_trace_of_another_programs_own_fault_is_printed():
