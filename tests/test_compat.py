@@ -316,12 +316,9 @@ def test_another_fairseq_is_left_alone_with_a_warning(tmp_path):
 
 @pytest.mark.soak
 def test_without_its_patch_the_default_back_end_refuses_the_cpu(ranks, corpus, tmp_path):
-    arguments = [corpus, *TINY, "--max-update", "2", "--disable-validation"]
-    arguments += ["--distributed-backend", "gloo"]
-    arguments += ["--find-unused-parameters"]  # the copies of its weights in the stock encoder
-    ranks.train(tmp_path, 2, *arguments, "--save-dir", tmp_path / "with")
-    assert (tmp_path / "with/checkpoint_last.pt").exists()
-    words = (SCRIPTS / "fairseq-train", *arguments, "--save-dir", tmp_path / "new")
+    """With it: see test_several_processes.py."""
+    words = (SCRIPTS / "fairseq-train", corpus, *TINY, "--save-dir", tmp_path / "new")
+    words += ("--max-update", "2", "--distributed-backend", "gloo")
     run = ranks.start(tmp_path, 2, "wrap_any_model", *words, program=WITHOUT)
     assert 0 not in run.wait()
     assert "device_ids and output_device arguments" in run.output()

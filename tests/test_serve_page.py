@@ -129,7 +129,12 @@ def test_translations_are_the_servers(talking, opened):
     assert page.locator("article").count() == 3
 
 
-def test_flow_of_the_tokens(server, opened):
+def details(page):
+    page.wait_for_selector("#details:not([hidden])")
+    return page.locator("#details").inner_text().replace("\u202f", " ").split("\n")
+
+
+def test_flow_experts_and_weights_by_pointer(server, opened):
     page = translated(opened(server, f"#aa-bb:{SENTENCE}"))
     flows = page.locator("section[aria-label^=Source] svg.flow")
     assert flows.count() == 2  # a picture for each layer
@@ -145,15 +150,6 @@ def test_flow_of_the_tokens(server, opened):
     flows.first.locator(".strand").nth(2).locator(".expert").first.hover()
     assert page.locator(".token.chosen .piece").all_inner_texts() == ["aa1"]
     assert "choosing" in flows.first.get_attribute("class")
-
-
-def details(page):
-    page.wait_for_selector("#details:not([hidden])")
-    return page.locator("#details").inner_text().replace("\u202f", " ").split("\n")
-
-
-def test_experts_and_weights_by_pointer(server, opened):
-    page = translated(opened(server, f"#aa-bb:{SENTENCE}"))
     answer = server.translate("aa", "bb", SENTENCE, routing=True)[0]["routing"]["encoder"]
     page.locator(".token").nth(2).hover()  # aa1: past stratum 2
     lines = details(page)
