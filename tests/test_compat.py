@@ -90,7 +90,7 @@ assert "smoe_label_smoothed_cross_entropy" in CRITERION_REGISTRY
 
 
 SMOE = f"--user-dir {PLUGIN} --arch smoe_transformer_tiny --smoe-strata 2-2 --max-update 2".split()
-SMOE += ["--criterion", "smoe_label_smoothed_cross_entropy", "--log-interval", 1]
+SMOE += ["--no-share-all-embeddings", "--criterion", "smoe_label_smoothed_cross_entropy"]
 WITHOUT_PATCH = {  # what fairseq's command says then
     "hash_dataclasses": ("train", ["--help"], "mutable default"),
     "allow_checkpoint_types": ("generate", [], "argparse.Namespace"),
@@ -99,7 +99,7 @@ WITHOUT_PATCH = {  # what fairseq's command says then
     "import_user_dir_first": ("hydra-train", [], "Could not find"),
     "quiet_hydra": ("generate", [], "version_base parameter is not specified"),
     "check_values": ("train", ["--max-update", -1], "done training"),
-    "keep_lines_short": ("train", SMOE, "encoder.layer.1/"),
+    "keep_lines_short": ("train", [*SMOE, "--log-interval", 1], "encoder.layer.1/"),
     "give_nan_for_missing": ("train", ["--best-checkpoint-metric", "none"], "KeyError"),
 }
 
