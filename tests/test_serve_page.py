@@ -54,9 +54,12 @@ def opened(browser):
     """
     contexts, wrong = [], []
 
-    def open_page(serving, link="", size=DESKTOP, touch=False, quiet=True, **answers):
-        viewport = {"width": size[0], "height": size[1]}
-        context = browser.new_context(viewport=viewport, has_touch=touch)
+    def open_page(
+        serving, link="", size=DESKTOP, colours="light", touch=False, quiet=True, **answers
+    ):
+        context = browser.new_context(
+            viewport={"width": size[0], "height": size[1]}, color_scheme=colours, has_touch=touch
+        )
         contexts.append(context)
         page = context.new_page()
         page.set_default_timeout(30000)
@@ -380,3 +383,33 @@ def test_rows_from_right_to_left(server, opened):
     assert lefts == sorted(lefts, reverse=True)
     tokens.first.press("ArrowLeft")
     assert page.evaluate("document.activeElement === document.querySelectorAll('.token')[1]")
+
+
+def test_light_and_dark_can_be_read(server, opened):
+    """Text on each colour, by the contrast that WCAG asks for (4.5)."""
+    backs = set()
+    for colours in ("light", "dark"):
+        page = translated(opened(server, f"#aa-bb:{SENTENCE}", colours=colours))
+        pairs = page.evaluate(
+            """() => [...document.querySelectorAll('.swatch, .token, body, #model, button[type=submit]')]
+            .map(e => [e, getComputedStyle(e)])
+            .map(([e, s]) => [s.color, s.backgroundColor === 'rgba(0, 0, 0, 0)'
+                ? getComputedStyle(document.body).backgroundColor : s.backgroundColor])
+            .concat([0, 1, 2, 3, 4].map(level => {  // numbers in the circles of strands
+                const strand = document.querySelector('.strand');
+                strand.setAttribute('class', `strand level-${level}`);
+                return ['.expert', 'circle'].map(e => getComputedStyle(strand.querySelector(e)).fill);
+            }))"""
+        )
+        for pair in pairs:
+            low, high = sorted(map(luminance, pair))
+            assert (high + 0.05) / (low + 0.05) >= 4.5, (colours, pair)
+        backs.add(page.evaluate("getComputedStyle(document.body).backgroundColor"))
+    assert len(backs) == 2
+
+
+def luminance(colour: str) -> float:
+    """Relative luminance of ``rgb(r, g, b)``."""
+    parts = [int(part) / 255 for part in colour.removeprefix("rgb(").removesuffix(")").split(",")]
+    linear = [p / 12.92 if p <= 0.04045 else ((p + 0.055) / 1.055) ** 2.4 for p in parts]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
