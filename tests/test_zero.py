@@ -44,7 +44,6 @@ def assert_same_sets(one: Path, other: Path) -> None:
 PRECISIONS = {
     "fp32": (),
     "memory-efficient-fp16": ("--memory-efficient-fp16", "--fp16-init-scale", 4),
-    "memory-efficient-bf16": ("--memory-efficient-bf16",),
     "bf16": ("--bf16",),
     "fp16": ("--fp16", "--fp16-no-flatten-grads", "--fp16-init-scale", 4),
 }
@@ -55,25 +54,27 @@ ROUNDED_WHEN_RESUMED = ("bf16", "fp16")  # whose checkpoints hold the model in h
     "world_size, strata, precision",
     [
         *((2, "2-2-2-2", "fp32"), soak(4, "2", "fp32"), soak(2, "4-4", "memory-efficient-fp16")),
-        *(soak(4, "2-2-2-2", "fp32"), soak(2, "4-4", "memory-efficient-bf16")),
         *(soak(4, "2", "bf16"), soak(2, "4-4", "fp16")),
     ],
 )
 def test_beside_sharded_experts(ranks, small_corpus, tmp_path, world_size, strata, precision):
-    """Replicas among them (4 processes, 2 experts); begun with it, gone on without, and with it again."""
+    """Replicas among them (4 processes, 2 experts); begun without it, and gone on with it.
+
+    Bit for bit, the optimizer's state too: what it saves, a run without it can go on with.
+    """
     more = ("--smoe-strata", strata, *PRECISIONS[precision])
-    starts = [(1, ZERO), (2, ()), (3, ZERO)]
+    starts = [(1, ()), (2, ZERO)]
     if precision in ROUNDED_WHEN_RESUMED:
         starts = starts[-1:]
-    for name, parts in (("plain", [(3, ())]), ("zero", starts)):
+    for name, parts in (("plain", [(2, ())]), ("zero", starts)):
         for updates, zero in parts:
             arguments = sharded(small_corpus, tmp_path / name, *more, *zero)
             run = ranks.train(tmp_path / "logs", world_size, *arguments, "--max-update", updates)
-    assert len(starts) == 1 or "@ 2 updates" in run.output(0)
+    assert len(starts) == 1 or "@ 1 updates" in run.output(0)
     assert_same_sets(tmp_path / "zero", tmp_path / "plain")
 
 
-@pytest.mark.parametrize("parallel", [(), ("--expert-parallel",)], ids=str)
+@pytest.mark.parametrize("parallel", [soak(()), ("--expert-parallel",)], ids=str)
 def test_a_process_that_fails_does_not_wait_for_state(ranks, small_corpus, tmp_path, parallel):
     """To save crash.pt fairseq asks all for their part of it, and the others are in another call."""
     arguments = flags(small_corpus, tmp_path / "run", *ZERO, *parallel)
