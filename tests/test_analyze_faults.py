@@ -5,12 +5,25 @@ import shutil
 
 import pytest
 from commands import no_room
-from handmade import MULTILINGUAL, one_direction, read, train
+from handmade import one_direction, read
 from test_expert_parallel_checkpoints import refusal
 
+from smoe_fairseq.analysis import inputs
 from smoe_fairseq.cli import main
 
 
+@pytest.fixture(scope="module")
+def model(three_languages, gates_by_hand):
+    return inputs.load(gates_by_hand, three_languages)
+
+
+@pytest.fixture
+def loaded(model, monkeypatch):
+    """The model of ``gates_by_hand`` is not loaded again."""
+    monkeypatch.setattr(inputs, "load", lambda *_: model)
+
+
+@pytest.mark.usefixtures("loaded")
 def test_numbers_stay_where_a_picture_fails(three_languages, gates_by_hand, tmp_path, monkeypatch):
     from smoe_fairseq.analysis import report
 
@@ -21,12 +34,13 @@ def test_numbers_stay_where_a_picture_fails(three_languages, gates_by_hand, tmp_
     folder = tmp_path / "out"
     given = one_direction(three_languages, gates_by_hand)
     said = refusal(*given, "--output", folder)
-    assert said.startswith(f"error: {folder} has all numbers, ") and ": no ink left" in said
+    assert said.startswith(f"error: {folder} ") and ": no ink left" in said
     assert read(folder / "blocks.csv") and read(folder / "tokens.csv")
     assert json.loads((folder / "run.json").read_text())["subset"] == "valid"
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
+@pytest.mark.usefixtures("loaded")
 def test_without_room_for_the_numbers_there_is_no_folder(
     three_languages, gates_by_hand, tmp_path, monkeypatch
 ):
@@ -35,8 +49,7 @@ def test_without_room_for_the_numbers_there_is_no_folder(
     monkeypatch.setattr(results, "write", no_room)
     given = one_direction(three_languages, gates_by_hand)
     said = refusal(*given, "--output", tmp_path / "out")
-    words = f"error: --output {tmp_path / 'out'} cannot be saved: No space left on device"
-    assert said.startswith(words) and not list(tmp_path.iterdir())
+    assert f"--output {tmp_path / 'out'} " in said and not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(
@@ -50,9 +63,9 @@ def test_without_room_for_the_numbers_there_is_no_folder(
         f"--log {__file__}",
         "--lang-pairs aa-bb,bb-aa --sentence aa0",
         "--sentences 2 --sentence aa0",
-        "--gen-subset test --sentence aa0",
     ],
 )
+@pytest.mark.usefixtures("loaded")
 def test_bad_input_gets_one_sentence(three_languages, gates_by_hand, tmp_path, flags):
     flags = flags.replace("FOLDER", str(tmp_path))
     given = ("--path", gates_by_hand, "--output", tmp_path / "new", "--cpu")
@@ -89,13 +102,11 @@ def test_a_sentence_in_another_encoding_is_named(three_languages, gates_by_hand,
     assert end.value.code == 2 and "--sentence" in capsys.readouterr().err
 
 
-def test_a_bad_checkpoint_gets_one_sentence(three_languages, tmp_path):
-    (tmp_path / "dense").mkdir()
-    train(three_languages, tmp_path / "dense", *MULTILINGUAL, "--moe-freq", 0)
+def test_a_bad_checkpoint_gets_one_sentence(dense, small_corpus, tmp_path):
     (tmp_path / "text.pt").write_text("no checkpoint")
-    for name in ("dense/checkpoint_last.pt", "text.pt", "", "none.pt"):
-        given = ("--path", tmp_path / name, "--output", tmp_path / "new", "--cpu")
-        assert f"{tmp_path / name} " in refusal("analyze", three_languages, *given)
+    for path in (dense, tmp_path / "text.pt", tmp_path, tmp_path / "none.pt"):
+        given = ("--path", path, "--output", tmp_path / "new", "--cpu")
+        assert f"{path} " in refusal("analyze", small_corpus, *given)
     assert not (tmp_path / "new").exists()
 
 

@@ -1,6 +1,7 @@
 """What the pictures of an analysis draw, from results made by hand."""
 
 import os
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -83,13 +84,6 @@ def test_picture_of_flow(results):
     counts = results.over(results.directions, results.blocks[0])
     moves = figures.shares(counts)
     assert moves == {(0, 1): 1 / 7, (0, 2): 6 / 7, (1, 2): 1 / 7}
-    tops = figures.ribbon_tops(moves, out=2)
-    assert tops[0, 1] == [1, 1] and tops[1, 2] == [1, 1]
-    assert tops[0, 2] == pytest.approx([6 / 7, 6 / 7 - figures.GAP, 6 / 7])
-    x, y = figures.ribbon(0, 2, tops[0, 2])
-    ends = [figures.WIDTH, 1 - figures.WIDTH, 1 + figures.WIDTH, 2 - figures.WIDTH]  # of bars
-    assert x[[0, 39, 40, 79]] == pytest.approx(ends)
-    assert y[[0, 39, 79]] == pytest.approx(tops[0, 2])
 
 
 def test_block_whose_name_begins_like_another():
@@ -225,13 +219,7 @@ def test_the_page_escapes_what_it_is_given(results):
     run |= {"too_long": {}, "sample": None, "device": "cpu", "smoe_fairseq": "1"}
     found = replace(results, run=run)
     page = report.page(found, Path("<runs>/best.pt"), {"load": "d2lkZQ=="}, min_count=1)
-    assert "&lt;runs&gt;/best.pt" in page and "<title>" in page and "a &amp; b, valid" in page
-    assert "<th>checkpoint</th><td>a&lt;b, 4,000 updates</td>" in page
-    summary = (
-        "After 4,000 updates, over 7 sentence pairs in 2 directions of valid, a token stops on average "
-        "at 1.14 strata of a block in the decoder."
-    )
-    page = " ".join(page.split())
-    assert page.index(summary) < page.index("<table>") < page.index('id="load"')
-    assert 'src="data:image/png;base64,d2lkZQ=="' in page
-    assert 'id="frequency"' not in page and "(--min-count)" in page
+    assert "&lt;runs&gt;/best.pt" in page and "a &amp; b, valid" in page
+    assert "<td>a&lt;b, 4,000 updates</td>" in page and " 7 sentence pairs" in page
+    assert re.search(r"\b1\.14\s+strata", page)  # a token's mean
+    assert 'src="data:image/png;base64,d2lkZQ=="' in page and 'id="frequency"' not in page
