@@ -5,10 +5,10 @@ import os
 from pathlib import Path
 
 import pytest
-from commands import contents
+from commands import contents, touch_binarised
+from programs import path_with
 from test_lock import holder
 from test_recipes import recipe, refusal
-from test_signals import ended, training  # noqa: F401
 
 from smoe_fairseq import locks
 from smoe_fairseq.errors import UsageError
@@ -247,15 +247,21 @@ def test_unreadable_identity_is_named(run, started, content):
     assert (started / identity.FILE).read_text() == content
 
 
-def test_through_the_script(tmp_path, training):  # noqa: F811
+def test_through_the_recipe(tmp_path):
     """Another start while the first one runs, and another flag when it has been stopped."""
-    process, _ = training
-    given = {"GPUS": "1", "LAUNCHER": "slurm", "PATH": f"{tmp_path}/bin:{os.environ['PATH']}"}
-    sentence = refusal(recipe(tmp_path, "train", "m15", "moe", **given))
-    assert f"runs/m15/moe is in use by another run (process {process.pid} on " in sentence
-    process.terminate()
-    assert process.wait() == 128 + 15
+    touch_binarised(tmp_path, "m15")
     folder = tmp_path / "runs/m15/moe"
+    folder.mkdir(parents=True)
+    given = {
+        "GPUS": "1",
+        "LAUNCHER": "slurm",
+        "PATH": path_with(tmp_path / "bin", {"srun": "exit 9"}),
+    }
+    first = holder(folder, locks.RECIPE)
+    sentence = refusal(recipe(tmp_path, "train", "m15", "moe", **given))
+    assert f"runs/m15/moe is in use by another run (process {first.pid} on " in sentence
+    first.communicate()
+    assert recipe(tmp_path, "train", "m15", "moe", **given).returncode
     assert sorted(path.name for path in folder.iterdir()) == [identity.FILE, "train.log"]
     (folder / "checkpoint_last.pt").touch()
     sentence = refusal(recipe(tmp_path, "train", "m15", "moe", "--dropout", "0.7", **given))
