@@ -14,13 +14,13 @@ from smoe_fairseq.modules.gates.base import balanced_assignment
 
 
 def test_random_order_keeps_each_token_as_often():
-    """All want expert 0, which takes four of sixteen; over many passes each is kept a quarter of them."""
+    """All want expert 0, which takes four of sixteen; over many passes each is kept in a quarter of them."""
     torch.manual_seed(0)
     gate = StratifiedMoE(D, F, "8", top_k=1, capacity_factor=2.0, drop_order="random").gates[0]
     torch.nn.init.zeros_(gate.weight)
-    kept_T = sum((gate(torch.randn(16, D)).expert_TK[:, 0] == 0).long() for _ in range(2000))
-    assert int(kept_T.sum()) == 4 * 2000
-    assert (kept_T - 500).abs().max() < 100  # five standard deviations
+    kept_T = sum((gate(torch.randn(16, D)).expert_TK[:, 0] == 0).long() for _ in range(400))
+    assert int(kept_T.sum()) == 4 * 400
+    assert (kept_T - 100).abs().max() < 44  # five standard deviations
 
 
 def test_random_order_draws_nothing_in_evaluation():
@@ -165,8 +165,8 @@ def test_the_l1_coefficient_goes_towards_the_goal():
         for gate in block.gates:
             assert float(gate.coefficient.value()) == pytest.approx(1e-8 * 1.2**want)
             gate.coefficient.steps.zero_()
-    for _ in range(1000):
-        block.end_update(torch.tensor([[9, 1], [9, 1]]))
+    block.gates[0].coefficient.steps.fill_(1000)
+    block.end_update(torch.tensor([[9, 1], [9, 1]]))
     assert block.gates[0].coefficient.value().isfinite()
 
     block = make_block("8", gate="relu", top_k=2, capacity_factor=0.0)

@@ -4,8 +4,7 @@ import pytest
 import torch
 from family import FAMILY
 from plain_loops import watched
-from sampling import soak, some
-from test_cost import cost
+from sampling import some
 from test_criterion import ALPHA, balance_of, logged, make_criterion, make_sample
 from test_model import PAD, assert_by_steps, make_batch, tiny
 
@@ -172,11 +171,10 @@ def test_activation_checkpointing_changes_nothing(member):
 
 
 @pytest.mark.parametrize("member", some(FAMILY, "top-p", "base", "shared", "update", first=1))
-@pytest.mark.parametrize("dtype", [torch.bfloat16, soak(torch.float16)])
-def test_half_precision(member, dtype):
-    model = member_model(member).to(dtype).train()
+def test_half_precision(member):
+    model = member_model(member).to(torch.bfloat16).train()
     out, extra = model(*make_batch())
-    assert out.dtype == dtype
+    assert out.dtype == torch.bfloat16
     (out.float().mean() + extra["moe_stats"][0].balance_loss).backward()
     assert all(p.grad is None or p.grad.isfinite().all() for p in model.parameters())
 
@@ -189,20 +187,16 @@ def gate_gradient(member, alpha):
     loss, size, log = criterion(model, make_sample(4, 6, seed=1))
     loss.backward()
     gradients = [p.grad for n, p in model.named_parameters() if ".gates." in n]
-    return (
-        gradients,
-        float(loss.detach()),
-        {k: float(v) / size for k, v in log.items() if "_loss" in k},
-    )
+    return gradients, float(loss.detach()), float(log["moe_gate_loss"]) / size
 
 
 @pytest.mark.parametrize("member", some(FAMILY, "top-p", "bias", "base"))
 def test_who_learns_by_the_balance_loss(member):
     """Its weight changes the loss and the gates' gradients just where there is one."""
-    (with_loss, loss, log), (without, plain, _) = (gate_gradient(member, a) for a in (ALPHA, 0.0))
+    (with_loss, loss, own), (without, plain, _) = (gate_gradient(member, a) for a in (ALPHA, 0.0))
     learns = member not in ("hash", "base", "bias", "sigmoid", "relu", "threshold", "depths")
     assert (loss != plain) == learns
-    assert log["moe_gate_loss"] >= 0.5  # logged all the same
+    assert own >= 0.5  # logged all the same
     same = [torch.equal(a, b) for a, b in zip(with_loss, without, strict=True)]
     assert all(same) != learns or not same
     blocks = moe_blocks(member_model(member)).values()
@@ -293,8 +287,6 @@ def test_cost_by_hand(member):
     assert found.flops["experts"] == pytest.approx(2 * 2 * COPIES[member] * EXPERT)
     dense = count(tiny("--moe-freq", "0")).flops["ffn"]
     assert found.flops["ffn"] == pytest.approx(dense / 2 + 2 * 2 * BESIDE.get(member, 0) * EXPERT)
-    printed = cost("--arch", "smoe_transformer_tiny", *FAMILY[member].split())
-    assert printed["flops"]["experts"] == pytest.approx(found.flops["experts"])
 
 
 def test_overflow_is_of_choices_that_have_an_order():
