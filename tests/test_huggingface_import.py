@@ -24,7 +24,7 @@ pytest.importorskip("transformers", reason="the package transformers is not inst
 from test_huggingface import export  # noqa: E402
 from transformers import AutoTokenizer  # noqa: E402
 
-SYSTEMS = some(SYSTEMS_WITH_CHECKPOINT, "dense", "strata-4-4", "hash", "released")
+SYSTEMS = some(SYSTEMS_WITH_CHECKPOINT, "dense", "strata-4-4", "hash")
 
 
 @pytest.mark.parametrize("system", SYSTEMS)
