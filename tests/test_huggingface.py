@@ -17,7 +17,6 @@ from test_malicious_checkpoints import older
 
 from smoe_fairseq.errors import UsageError
 from smoe_fairseq.models.transformer import SMoETransformerModel
-from smoe_fairseq.translate.text import BatchTranslator, Options
 
 pytest.importorskip("transformers", reason="the package transformers is not installed")
 
@@ -463,39 +462,14 @@ def test_a_language_that_all_pairs_have_is_the_tokenizers(multilingual, tmp_path
     assert (found.src_lang, found.tgt_lang, found.lang_pairs) == ("aa", None, pairs)
     assert (found.encoder_langtok, found.decoder_langtok) == ("tgt", False)
     assert found.language_tokens == {name: f"__{name}__" for name in handmade.LANGUAGES}
+    with pytest.raises(UsageError, match="tgt_lang is not set; expected one of aa"):
+        found("aa1")
+    with pytest.raises(UsageError, match="dd: .*.* aa, bb, cc"):
+        found.tgt_lang = "dd"
+    with pytest.raises(UsageError, match="tgt_lang='cc'"):
+        found("aa1", tgt_lang="cc")
     found.tgt_lang = "bb"
     assert found.encode("aa1") == found.convert_tokens_to_ids(["__bb__", "aa1", "</s>"])
-
-
-@pytest.mark.soak
-def test_languages(three_languages, tmp_path):
-    """The source begins with the target's token, and so do translations with --decoder-langtok."""
-    more = (*handmade.MULTILINGUAL, "--decoder-langtok")
-    handmade.train(three_languages, tmp_path, *more)
-    path = tmp_path / "checkpoint_last.pt"
-    ours, model, tokenizer = both(path, export(path, tmp_path / "model"))
-    translator = BatchTranslator(ours)
-    text = [" ".join(handmade.words_of("aa")[:n]) for n in (2, 5)]
-    for source, target in (("aa", "bb"), ("aa", "cc")):
-        tokenizer.src_lang, tokenizer.tgt_lang = source, target
-        batch = tokenizer(text, text_target=text, return_tensors="pt", padding=True)
-        token = tokenizer.get_lang_id(target)
-        assert tokenizer.convert_ids_to_tokens(token) == f"__{target}__"
-        assert (batch["input_ids"][:, 0] == token).all() and (batch["labels"][:, 0] == token).all()
-        del batch["labels"]
-        found = model.generate(**batch, forced_bos_token_id=token, num_beams=1)
-        expected = translator.translate_batch(text, source, target, Options(beam=1))
-        for row, translation in zip(found, expected, strict=True):
-            tokens = tokenizer.convert_ids_to_tokens(row[1:])
-            said = [token for token in tokens if token != "<pad>"]
-            assert said == translation.hypotheses[0].tokens
-    with pytest.raises(UsageError, match="dd: .*.* aa, bb, cc"):
-        tokenizer.tgt_lang = "dd"
-    with pytest.raises(UsageError, match="tgt_lang='cc'"):
-        tokenizer("aa1", tgt_lang="cc")
-    tokenizer.tgt_lang = None
-    with pytest.raises(UsageError, match="tokenizer.tgt_lang is not set; expected one of aa"):
-        tokenizer("aa1")
 
 
 PROGRAM = """

@@ -17,7 +17,7 @@ from test_golden import SYSTEMS_WITH_CHECKPOINT, TRANSLATED, read_json
 
 from smoe_fairseq.errors import UsageError
 from smoe_fairseq.models.transformer import SMoETransformerModel
-from smoe_fairseq.translate.text import BatchTranslator
+from smoe_fairseq.translate.text import BatchTranslator, Options
 
 pytest.importorskip("transformers", reason="the package transformers is not installed")
 
@@ -55,7 +55,10 @@ def test_a_language_with_a_hyphen_is_taken_back(hyphens, tmp_path):
 
 @pytest.mark.soak
 def test_languages_and_settings_are_taken_back(three_languages, tmp_path):
-    """Also a language of no pair; and what transformers has saved again is taken, in several files too."""
+    """Also a language of no pair; and what transformers has saved again is taken, in several files too.
+
+    In between, source and translation begin with the target's token there, too.
+    """
     from transformers import AutoModelForSeq2SeqLM
 
     more = (*handmade.MULTILINGUAL, "--decoder-langtok", "--label-smoothing", 0.2)
@@ -67,6 +70,7 @@ def test_languages_and_settings_are_taken_back(three_languages, tmp_path):
     (folder / "model.safetensors").unlink()
     model.save_pretrained(folder, max_shard_size="100KB")
     assert (folder / "model.safetensors.index.json").exists()
+    tokenizer = AutoTokenizer.from_pretrained(folder)
     settings = json.loads((folder / SETTINGS).read_text()) | {"lang_pairs": ["aa-bb"]}
     (folder / SETTINGS).write_text(json.dumps(settings))
     output = tmp_path / "new/ours.pt"
@@ -80,10 +84,20 @@ def test_languages_and_settings_are_taken_back(three_languages, tmp_path):
     text = [" ".join(handmade.words_of("aa")[:n]) for n in (2, 5)]
     for target in ("bb", "cc"):
         expected, *others = (
-            [t.hypotheses[0].tokens for t in each.translate_batch(text, "aa", target)]
+            [
+                t.hypotheses[0].tokens
+                for t in each.translate_batch(text, "aa", target, Options(beam=1))
+            ]
             for each in translators
         )
-        assert others == [expected, expected]
+        tokenizer.src_lang, tokenizer.tgt_lang = "aa", target
+        batch = tokenizer(text, text_target=text, return_tensors="pt", padding=True)
+        token = tokenizer.get_lang_id(target)
+        assert (batch["input_ids"][:, 0] == token).all() and (batch["labels"][:, 0] == token).all()
+        del batch["labels"]
+        rows = model.generate(**batch, forced_bos_token_id=token, num_beams=1)[:, 1:]
+        tokens = [tokenizer.convert_ids_to_tokens(row[row != 1]) for row in rows]
+        assert [*others, tokens] == [expected] * 3
 
 
 def other_subwords() -> bytes:
