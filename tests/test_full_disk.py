@@ -13,14 +13,14 @@ from programs import HANGS
 from test_recipes import server, write_dataset
 from test_recipes_archives import opus100
 
-from smoe_fairseq import files, locks
+from smoe_fairseq import files
 from smoe_fairseq.errors import UsageError
 from smoe_fairseq.recipes import processes
 from smoe_fairseq.recipes.datasets import load_dataset
 from smoe_fairseq.recipes.evaluation import scores
 from smoe_fairseq.recipes.evaluation.evaluation import Evaluation
 from smoe_fairseq.recipes.settings import Settings
-from smoe_fairseq.recipes.training import identity, train
+from smoe_fairseq.recipes.training import train
 
 assert server  # a fixture
 
@@ -148,18 +148,6 @@ def test_an_update_that_diverged_is_the_error_though_its_checkpoint_is_not_saved
 
 
 # train.sh and evaluate.sh
-
-
-def test_a_run_whose_identity_cannot_be_saved(tmp_path, monkeypatch):
-    (tmp_path / "data").mkdir()
-    folder = tmp_path / "run"
-    monkeypatch.setattr(files.os, "fsync", no_room)
-    monkeypatch.setattr(files.os, "write", no_room)
-    with pytest.raises(UsageError, match="identity.json"):
-        identity.claim("moe", tmp_path / "data", ["--save-dir", str(folder), "--lr", "1"], 1)
-    assert [path.name for path in folder.iterdir()] == [locks.RECIPE]
-    locks.release_all(os.getpid())
-    assert not list(folder.iterdir())
 
 
 def test_a_log_that_cannot_be_written_is_named(tmp_path, monkeypatch):

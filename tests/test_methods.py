@@ -13,7 +13,7 @@ from test_recipes import recipe
 # One of each kind; test_golden.py has the flags of all, and test_family_training.py trains with them.
 METHODS = some(
     [
-        *("dense", "switch", "moe-eom", "moe-cmr", "stacked-4-4", "smoe-2-2-2-2", "depths"),
+        *("dense", "switch", "moe-eom", "stacked-4-4", "smoe-2-2-2-2", "depths", "moe-cmr"),
         *"""moe-hash moe-base moe-expert-choice moe-top-p moe-relu moe-threshold moe-plus-plus
             moe-residual moe-shared moe-bias moe-update moe-chain""".split(),
         *("pyramid-4-8 --moe-freq 1", "deep-4-4", "smoe-zero-4-4", "smoe-scores-4-4"),

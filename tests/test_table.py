@@ -653,9 +653,3 @@ def test_scores_of_another_checkpoint_are_noted(tmp_path, kind):
     assert name in note
     part.unlink()  # to have room on the disk
     assert again not in table(tmp_path, "m4").stdout
-
-
-def test_a_metric_that_no_direction_has_is_noted(tmp_path):
-    write_scores(tmp_path / "runs/m4/moe", {"eng-nso": 7})
-    printed = table(tmp_path, "m4", "--metric", "comet").stdout
-    assert "scripts/evaluate.sh m4 moe --comet" in printed and "0 of" not in printed
