@@ -54,11 +54,10 @@ def test_ends(large, gate, execution):
         assert value.isfinite()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_of_a_model_in_evaluation(dtype):
+def test_of_a_model_in_evaluation():
     """By its flag, in both layers."""
-    plain = tiny("--smoe-strata", "4-4").to(dtype).eval()
-    other = tiny("--smoe-strata", "4-4", "--smoe-exit-bias", "30").to(dtype).eval()
+    plain = tiny("--smoe-strata", "4-4").bfloat16().eval()
+    other = tiny("--smoe-strata", "4-4", "--smoe-exit-bias", "30").bfloat16().eval()
     other.load_state_dict(plain.state_dict())
     capacities = [
         [float(s.requested_capacity.max()) for s in m(*make_batch())[1]["moe_stats"]]
