@@ -41,7 +41,7 @@ def test_a_search_takes_tokens_of_the_list_alone(is_packed, monkeypatch):
     torch.manual_seed(3)
     model, task = sharp("--smoe-strata", "4-4"), make_task(96)
     size = len(task.target_dictionary)
-    everything = BeamSearch(task.target_dictionary, SearchOptions(4, max_len_b=20)).generate(
+    everything = BeamSearch(task.target_dictionary, SearchOptions(4, max_len_b=8)).generate(
         [model], batch(task)
     )
     if is_packed:
@@ -51,7 +51,7 @@ def test_a_search_takes_tokens_of_the_list_alone(is_packed, monkeypatch):
         packed.pack(model)
 
     def search(ids: list[int], **more) -> list:
-        options = SearchOptions(4, max_len_b=20)
+        options = SearchOptions(4, max_len_b=8)
         searching = BeamSearch(task.target_dictionary, options, lambda _: torch.tensor(ids))
         return searching.generate([model], batch(task), **more)
 

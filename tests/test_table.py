@@ -105,12 +105,6 @@ def test_a_pair_without_a_test_set_is_no_part_of_the_average(tmp_path):
     assert row["average"] == "10.00" and "fr-en" not in row and "en-cs" in row
 
 
-def test_scores_of_different_signatures_are_not_averaged(tmp_path):
-    write_scores(tmp_path / "runs/multi30k/moe", FULL, en_cs="nrefs:1|tok:flores200")
-    row = cells(tmp_path, "multi30k")["moe", ""]
-    assert (row["en-cs"], row["average"]) == ("0.00", "-")
-
-
 def test_scores_with_the_tokenizer_of_each_language_are_averaged():
     column = Column("average", ("en-zh", "zh-en"))
 
@@ -583,30 +577,30 @@ def test_seeds_of_a_method_are_one_row_with_their_spread(tmp_path):
         write_scores(runs / name, {d: bleu + more for d, bleu in FULL.items()})
     (runs / "moe.seed-3").mkdir()
     write_scores(runs / "dense", FULL)
-    found = cells(tmp_path, "multi30k")
-    assert [method for method, _ in found] == [
-        "dense",
-        "moe, mean of 3 seeds",
-        "moe, standard deviation",
-    ]
+    printed = table(tmp_path, "multi30k", "--format", "csv").stdout
+    found = rows_of(printed)
+    names = ["dense", "moe, mean of 3 seeds", "moe, standard deviation"]
+    assert [method for method, _ in found] == names
     mean, spread = list(found.values())[1:]
     assert (mean["de-en"], spread["de-en"]) == ("31.50", "1.50")
     assert (mean["average"], spread["average"]) == ("26.56", "1.50")
     assert mean["parameters (M)"] != "-" and spread["parameters (M)"] == "-"
-    notes = table(tmp_path, "multi30k").stdout
-    assert "moe.seed-3: 0 of 6 directions are scored" in notes
-    assert notes.index("moe.seed-2: sacre") < notes.index("moe.seed-10: sacre")
+    assert "moe.seed-3: 0 of 6 directions are scored" in printed
+    assert printed.index("moe.seed-2: sacre") < printed.index("moe.seed-10: sacre")
 
 
-def test_seeds_of_different_signatures_are_not_averaged(tmp_path):
+def test_scores_of_different_signatures_are_not_averaged(tmp_path):
     runs = tmp_path / "runs/multi30k"
+    write_scores(runs / "dense", FULL, en_cs="nrefs:1|tok:flores200")
     write_scores(runs / "moe", FULL)
     write_scores(runs / "moe.seed-2", FULL, en_cs="nrefs:1|tok:flores200")
-    found = cells(tmp_path, "multi30k")
+    printed = table(tmp_path, "multi30k", "--format", "csv").stdout
+    found = rows_of(printed)
+    assert (found["dense", ""]["en-cs"], found["dense", ""]["average"]) == ("0.00", "-")
     for row in ("mean of 2 seeds", "standard deviation"):
         values = found[f"moe, {row}", ""]
         assert values["en-cs"] == values["average"] == "-" and values["en-fr"] != "-"
-    assert "moe: seeds with different sacreBLEU sign" in table(tmp_path, "multi30k").stdout
+    assert "moe: seeds with different sacreBLEU sign" in printed
 
 
 def test_seeds_of_different_searches_or_starts_are_averaged_nowhere(tmp_path):
