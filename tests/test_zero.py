@@ -45,30 +45,31 @@ PRECISIONS = {
     "bf16": ("--bf16",),
     "fp16": ("--fp16", "--fp16-no-flatten-grads", "--fp16-init-scale", 4),
 }
-ROUNDED_WHEN_RESUMED = ("bf16", "fp16")  # whose checkpoints hold the model in half precision
+SWITCHED_ON = [(1, ()), (2, ZERO)]  # updates of each start
+SWITCHED_OFF_AND_ON = [(1, ZERO), (2, ()), (3, ZERO)]
+AT_ONCE = [(2, ZERO)]  # where checkpoints hold the model in half precision
 
 
 @pytest.mark.parametrize(
-    "world_size, strata, precision",
+    "world_size, strata, precision, starts",
     [
-        *((2, "2-2-2-2", "fp32"), soak(4, "2", "fp32"), soak(2, "4-4", "memory-efficient-fp16")),
-        *(soak(4, "2", "bf16"), soak(2, "4-4", "fp16")),
+        (2, "2-2-2-2", "fp32", SWITCHED_ON),
+        soak(4, "2", "fp32", SWITCHED_OFF_AND_ON),
+        soak(2, "4-4", "memory-efficient-fp16", SWITCHED_OFF_AND_ON),
+        soak(4, "2", "bf16", AT_ONCE),
+        soak(2, "4-4", "fp16", AT_ONCE),
     ],
 )
-def test_beside_sharded_experts(ranks, small_corpus, tmp_path, world_size, strata, precision):
-    """Replicas among them (4 processes, 2 experts); begun without it, and gone on with it.
-
-    Bit for bit, the optimizer's state too: what it saves, a run without it can go on with.
-    """
+def test_beside_sharded_experts(
+    ranks, small_corpus, tmp_path, world_size, strata, precision, starts
+):
+    """Replicas among them (4 processes, 2 experts)."""
     more = ("--smoe-strata", strata, *PRECISIONS[precision])
-    starts = [(1, ()), (2, ZERO)]
-    if precision in ROUNDED_WHEN_RESUMED:
-        starts = starts[-1:]
-    for name, parts in (("plain", [(2, ())]), ("zero", starts)):
+    for name, parts in (("plain", [(starts[-1][0], ())]), ("zero", starts)):
         for updates, zero in parts:
             arguments = sharded(small_corpus, tmp_path / name, *more, *zero)
             run = ranks.train(tmp_path / "logs", world_size, *arguments, "--max-update", updates)
-    assert len(starts) == 1 or "@ 1 updates" in run.output(0)
+    assert len(starts) == 1 or f"@ {starts[-2][0]} updates" in run.output(0)
     assert_same_sets(tmp_path / "zero", tmp_path / "plain")
 
 
