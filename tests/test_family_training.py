@@ -1,6 +1,7 @@
 """The wider family under ``fairseq-train``: several processes, resuming, checkpoints, the bias."""
 
 import re
+import shutil
 from collections import Counter
 
 import handmade
@@ -12,7 +13,7 @@ from sampling import soak, some
 from test_compat import run_without
 from test_expert_parallel import averages, checkpoint, compare, flags, furthest, whole
 from test_expert_parallel_hangs import train_until
-from test_several_processes import assert_same_bits, content
+from test_several_processes import LAST, assert_same_bits, content
 
 from smoe_fairseq.analysis import inputs
 from smoe_fairseq.analysis.inputs import capacities_of
@@ -113,12 +114,14 @@ def test_frozen_gates_do_not_learn_by_counts(ranks, small_corpus, tmp_path, memb
     some(["bias", "update", "hash", "base", "null", "simple", "relu", "threshold"], "bias"),
 )
 def test_resuming_equals_never_having_stopped(ranks, small_corpus, tmp_path, member):
-    more = ["--max-update", 4, "--update-freq", 2]
-    ranks.train(tmp_path, 1, *member_flags(member, small_corpus, tmp_path / "a", *more), one=True)
-    for updates in (2, 4):
-        arguments = member_flags(member, small_corpus, tmp_path / "b", *more)
-        ranks.train(tmp_path, 1, *arguments, "--max-update", updates, one=True)
-    assert_same_bits(content(tmp_path / "a"), content(tmp_path / "b"))
+    more = ["--max-update", 4, "--update-freq", 2, "--save-interval-updates", 2]
+    once, halves = tmp_path / "once", tmp_path / "halves"
+    ranks.train(tmp_path, 1, *member_flags(member, small_corpus, once, *more), one=True)
+    halves.mkdir()
+    shutil.copy(once / "checkpoint_1_2.pt", halves / LAST)
+    arguments = member_flags(member, small_corpus, halves, *more)
+    assert "@ 2 updates" in ranks.train(tmp_path, 1, *arguments, one=True).output()
+    assert_same_bits(content(once), content(halves))
 
 
 def losses_over_processes(samples_seed: int):

@@ -65,7 +65,7 @@ def printing(command: str, output, **environment) -> subprocess.CompletedProcess
 
 
 @pytest.mark.parametrize("unbuffered", ["", "1"])
-@pytest.mark.parametrize("command", ["path", "table --help"])
+@pytest.mark.parametrize("command", ["path", "path --help"])
 def test_output_that_cannot_be_written(command, unbuffered):
     with open("/dev/full", "w") as full:
         result = printing(command, full, PYTHONUNBUFFERED=unbuffered)
@@ -84,7 +84,7 @@ def test_closed_streams(closed):
         assert result.stderr.startswith("error: ") and result.stderr.count("\n") == 1
 
 
-@pytest.mark.parametrize("command", ["path", "table --help"])
+@pytest.mark.parametrize("command", ["path", "path --help"])
 def test_a_reader_that_has_gone_is_no_error(command):
     reading, writing = os.pipe()
     os.close(reading)
