@@ -283,12 +283,8 @@ def test_opus100_averages_by_counted_sizes(tmp_path, monkeypatch):
     path.parent.mkdir(parents=True)
     path.write_text(json.dumps(sizes))
     ours = cells(tmp_path, "opus100")["dense", "ours"]
-    numbers = {
-        "high": [i for i in range(94) if i % 4 == 0],
-        "medium": [i for i in range(94) if i % 4 in (1, 2)],
-        "low": [i for i in range(94) if i % 4 == 3],
-    }
-    for name, chosen in numbers.items():
+    for name, parts in {"high": (0,), "medium": (1, 2), "low": (3,)}.items():
+        chosen = [i for i in range(94) if i % 4 in parts]
         mean = sum(chosen) / len(chosen)
         assert ours[f"eng-xxx {name}"] == f"{2 * mean:.2f}"
         assert ours[f"xxx-eng {name}"] == f"{mean:.2f}"
