@@ -2,10 +2,7 @@
 
 import json
 import os
-import signal
 import subprocess
-import time
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -43,29 +40,8 @@ def data(tmp_path_factory):
     return folder, given
 
 
-def kill(process: subprocess.Popen, folder: Path) -> None:
-    """Kill a recipe and all that works in its folder, and wait until nothing does any more."""
-    while working := workers_in(folder):
-        for each in working:
-            with suppress(ProcessLookupError):
-                os.kill(each, signal.SIGKILL)
-        time.sleep(0.01)
-    process.wait()
-
-
-def workers_in(folder: Path) -> list[int]:
-    """The processes with this working directory; one that has ended has none."""
-    found = []
-    for process in filter(str.isdecimal, os.listdir("/proc")):
-        with suppress(OSError):
-            if os.readlink(f"/proc/{process}/cwd") == str(folder):
-                found.append(int(process))
-    return found
-
-
 def kept_runs(folder: Path) -> list[str]:
-    names = [path.parent.name for path in folder.glob(f"results/tiny/*/{study_results.FILE}")]
-    return [name for name in names if not name.endswith(".partial")]
+    return [path.parent.name for path in folder.glob(f"results/tiny/*/{study_results.FILE}")]
 
 
 def kept_command(folder: Path, run: str) -> str:
@@ -74,7 +50,7 @@ def kept_command(folder: Path, run: str) -> str:
 
 @pytest.mark.soak
 def test_an_interrupted_study_goes_on_with_what_is_left(data):
-    """Killed when the first run was kept and reported, and started again."""
+    """Ended when the first run was kept and reported, and started again."""
     folder, given = data
     first = subprocess.Popen(
         [ROOT / "scripts/study.sh", "tiny"],
@@ -82,11 +58,11 @@ def test_an_interrupted_study_goes_on_with_what_is_left(data):
         env=surroundings() | given | {"JOBS": "1"},
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
-        start_new_session=True,
     )
     report = folder / "results/tiny/report.md"
     wait_until(lambda: report.exists() or first.poll() is not None)
-    kill(first, folder)
+    first.terminate()
+    first.wait()
     (done,) = kept_runs(folder)
     before = (folder / "results/tiny" / done / study_results.FILE).stat().st_mtime_ns
     absolute = {"RUN_DIR": str(folder / "runs")}
@@ -108,29 +84,7 @@ def test_an_interrupted_study_goes_on_with_what_is_left(data):
         assert (folder / "results/tiny" / name / "scores.json").read_text() == same.read_text()
 
 
-@pytest.mark.soak
-def test_a_run_that_fails_does_not_end_the_others(data, tmp_path):
-    folder, given = data
-    for name in ("configs", "data"):
-        os.symlink(folder / name, tmp_path / name)
-    odd = tmp_path / "runs/tiny/smoe-2-2"
-    odd.mkdir(parents=True)
-    (odd / study_results.STARTS_FILE).write_text("[")
-    given = given | {"SEEDS": "1"}
-    assert study_results.STARTS_FILE in refusal(
-        recipe(tmp_path, "study", "tiny", "moe", "smoe-2-2", **given)
-    )
-    assert not (tmp_path / "runs/tiny/moe").exists()
-    (odd / study_results.STARTS_FILE).unlink()
-    (odd / "checkpoint_last.pt").write_text("no checkpoint")
-    sentence = refusal(recipe(tmp_path, "study", "tiny", "smoe-2-2", "moe", JOBS="1", **given))
-    assert "1 of 2 runs failed (smoe-2-2)" in sentence and "smoe-2-2/study.log" in sentence
-    assert kept_runs(tmp_path) == ["moe"]
-    assert "\n| moe " in (tmp_path / "results/tiny/report.md").read_text()
-    assert "checkpoint_last.pt" in (odd / "study.log").read_text()
-
-
-def test_a_second_study_in_a_folder_is_refused_and_runs_that_fail_are_named(prepared, tmp_path):
+def test_a_second_study_is_refused_and_a_run_that_fails_does_not_end_the_others(prepared, tmp_path):
     for name in ("configs", "data"):
         os.symlink(prepared / name, tmp_path / name)
     runs = tmp_path / "runs/tiny"
@@ -141,6 +95,21 @@ def test_a_second_study_in_a_folder_is_refused_and_runs_that_fail_are_named(prep
     first.communicate()
     assert "runs/tiny" in said and f"process {first.pid}" in said
     assert not list(runs.iterdir())  # before it notes anything
-    given |= {"SEEDS": "2", "BASH_FUNC_python%%": "() { false; }"}
-    said = refusal(step_here("study", "tiny", "smoe-2-2", cwd=tmp_path, **given))
-    assert "runs/tiny/smoe-2-2.seed-2/study.log" in said
+    given |= {"SEEDS": "2", "JOBS": "1"}
+    study = ("study", "tiny", "smoe-2-2", "dense")
+    (failing, dense) = (runs / f"{method}.seed-2" for method in study[2:])
+    failing.mkdir()
+    (failing / study_results.STARTS_FILE).write_text("[")
+    assert study_results.STARTS_FILE in refusal(step_here(*study, cwd=tmp_path, **given))
+    assert not dense.exists()
+    (failing / study_results.STARTS_FILE).unlink()
+    dense.mkdir()  # as trained and scored
+    (dense / "train.log").write_text('{"valid_nll_loss": 7.5, "valid_num_updates": 15}\n')
+    score = {"bleu": 30.0, "signature": "s", "sentences": 3}
+    (dense / "scores.json").write_text(json.dumps({"scores": {"en-fr": score}}))
+    given["BASH_FUNC_python%%"] = '() { [[ $* != *smoe-2-2* ]] || { echo "no $4"; false; }; }'
+    said = refusal(step_here(*study, cwd=tmp_path, **given))
+    assert "1 of 2 runs failed (smoe-2-2.seed-2)" in said and "smoe-2-2.seed-2/study.log" in said
+    assert (failing / "study.log").read_text() == "no train\n"
+    assert kept_runs(tmp_path) == ["dense.seed-2"]
+    assert "\n| dense " in (tmp_path / "results/tiny/report.md").read_text()
