@@ -14,7 +14,6 @@ from smoe_fairseq.training import screen
 
 @pytest.fixture
 def clock(monkeypatch):
-    """Seconds pass as the test says."""
     now = [100.0]
     monkeypatch.setattr(screen.time, "monotonic", lambda: now[0])
     return now
@@ -109,31 +108,30 @@ def test_duration(seconds, said):
     assert duration(seconds) == said
 
 
+KILLED = "error: fairseq-train was stopped by SIGKILL; the same command "
+EARLY = "warning: training has ended early; once the cause is fixed, the same command "
+
+
 @pytest.mark.parametrize(
-    ("ending", "said"),
+    "ending, begun, saved, said",
     [
-        ("kill -9 $$", "error: fairseq-train was stopped by SIGKILL; "),
-        ("exit 1", "warning: training has ended early; "),
+        ("kill -9 $$", False, "checkpoint_last.pt", f"{KILLED}resumes from {{}}"),
+        ("kill -9 $$", True, "", f"{KILLED}begins again, as {{}}checkpoint_last.pt is missing"),
+        # Not by a signal: the same would come again.
+        ("exit 1", True, "checkpoint_1_5.pt", f"{EARLY}resumes from {{}}"),
+        ("exit 1", False, "checkpoint_last.pt", ""),  # as at a flag that fairseq-train refuses
     ],
 )
-@pytest.mark.parametrize("begun", [False, True])
-@pytest.mark.parametrize("saved", ["", "checkpoint_last.pt", "checkpoint_1_5.pt"])
-def test_the_last_line_says_how_to_go_on(tmp_path, ending, said, saved, begun):
+def test_the_last_line_says_how_to_go_on(tmp_path, ending, begun, saved, said):
     given = write_dataset(tmp_path / "configs", "tiny", pairs=["en-fr"], raw={}, train=TRAIN)
     touch_binarised(tmp_path, "tiny", "en-fr")
     save = f"touch runs/tiny/smoe-2-2/{saved}; " if saved else ""
     save += "echo Start iterating over samples >> runs/tiny/smoe-2-2/train.log; " * begun
     given |= {"BASH_FUNC_fairseq-train%%": f"() {{ {save}{ending}; }}", "GPUS": "0"}
-    result = recipe(tmp_path, "train", "tiny", "smoe-2-2", fresh=True, **given)
+    result = recipe(tmp_path, "train", "tiny", "smoe-2-2", **given)
     assert result.returncode == 1
-    if ending == "exit 1" and not begun:  # as at a flag that fairseq-train refuses
-        assert not result.stderr
-        return
-    goes_on = f"the same command resumes from runs/tiny/smoe-2-2/{saved}"
-    if ending == "exit 1":  # not by a signal: the same would come again
-        goes_on = f"once the cause is fixed, {goes_on}"
-    starts = "the same command begins again, as runs/tiny/smoe-2-2/checkpoint_last.pt is missing"
-    assert result.stderr.splitlines()[-1] == said + (goes_on if saved else starts)
+    last = result.stderr.splitlines()[-1] if said else result.stderr
+    assert last == said.format(f"runs/tiny/smoe-2-2/{saved}")
 
 
 def test_a_log_that_cannot_be_written_is_told_once(monkeypatch, capfd):
