@@ -39,7 +39,6 @@ def keep(folder: Path, run: str, losses: dict[int, float], **routing) -> None:
 
 
 def set_about(folder: Path, run: str, **values) -> None:
-    """Changes what is kept about a run."""
     file = folder / "results/multi30k" / run / study_results.FILE
     file.write_text(json.dumps(json.loads(file.read_text()) | values))
 
@@ -143,20 +142,21 @@ def test_runs_shorter_than_the_log_interval_have_no_picture_of_costs(two_runs):
 
 
 def test_seeds_and_machines(two_runs):
-    """Times of each machine have a column; statements leave out seeds of two machines or starts."""
+    """Times of each machine have a column; statements leave out seeds of two machines, starts or torchs."""
     folder, _ = two_runs
     results = folder / "results/multi30k"
-    for run, seed in itertools.product(("moe", "smoe-4-4"), (2, 3, 4)):
+    for run, seed in itertools.product(("moe", "smoe-4-4"), (2, 3, 4, 5)):
         shutil.copytree(results / run, results / f"{run}.seed-{seed}")
     set_about(folder, "smoe-4-4.seed-2", machine="n")
+    set_about(folder, "smoe-4-4.seed-5", versions={"torch": "2.11"})
     for run, start in {"moe.seed-3": "a", "smoe-4-4.seed-3": "b", "smoe-4-4.seed-4": "b"}.items():
         set_about(folder, run, flags={"--lr": "1", "--pretrained": start})
     report = made(folder)
     table = rows(report, "Systems")
     assert table["method"][2:4] == ["time/token (us), m", "time/token (us), n"]
-    assert table["smoe-4-4"][4] == "1 2 3 4" and table["smoe-4-4"][6] == "3.250 ± 0.000"
+    assert table["smoe-4-4"][4] == "1 2 3 4 5" and table["smoe-4-4"][6] == "3.250 ± 0.000"
     assert statement(report, "smoe-4-4 and moe")[0] == "2"
-    assert "smoe-4-4 and moe (2, 3)" in report
+    assert "smoe-4-4 and moe (2, 3, 5)" in report
     set_about(folder, "smoe-4-4.seed-2", untimed="of another job")
     assert "n (times left out: of another job)" in made(folder)
     set_about(folder, "moe.seed-2", flags={"--lr": "2"})  # no mean over seeds of two trainings

@@ -1,5 +1,6 @@
 """``smoe subwords``: what the recipes do, for users of fairseq's own commands."""
 
+import gzip
 import re
 
 import pytest
@@ -17,7 +18,8 @@ def text(tmp_path):
 
 
 def test_learnt_and_applied(text, tmp_path, capsys):
-    train = [str(text / f"train.en-fr.{language}") for language in ("en", "fr")]
+    (text / "train.gz").write_bytes(gzip.compress((text / "train.en-fr.fr").read_bytes()))
+    train = [str(text / name) for name in ("train.en-fr.en", "train.gz")]
     learnt, encoded = tmp_path / "subwords", tmp_path / "encoded"
     assert main(["subwords", "learn", *train, "--vocab-size", "60", "--output", str(learnt)]) == 0
     with pytest.raises(SystemExit, match=f"--output: {learnt}/spm.model"):
@@ -33,7 +35,8 @@ def test_learnt_and_applied(text, tmp_path, capsys):
     assert [model.decode(line.split()) for line in lines] == [
         " ".join(line.split()) for line in open(valid, newline="\n")
     ]
-    assert len(list(encoded.iterdir())) == 3
+    assert {file.name for file in encoded.iterdir()} == {"train.en-fr.en", "train", valid.name}
+    assert model.decode((encoded / "train").read_text().splitlines()[0].split())
 
 
 def test_the_same_text_gives_the_same_file(text, tmp_path):
