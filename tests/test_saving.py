@@ -46,7 +46,6 @@ def updates(folder) -> int:
     "mode, number",
     [
         ("one", signal.SIGINT),
-        soak("one", signal.SIGHUP),
         ("sharded", signal.SIGTERM),
         soak("replicated", signal.SIGTERM),
     ],
@@ -78,8 +77,7 @@ def test_a_signal_to_one_rank_saves_on_all_and_the_run_resumes_exactly(
             assert_same_bits(one, other)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, soak(signal.SIGINT)])
-def test_a_signal_to_all_processes_of_a_run_saves(ranks, small_corpus, tmp_path, number):
+def test_a_signal_to_all_processes_of_a_run_saves(ranks, small_corpus, tmp_path):
     """As from `timeout`, a terminal or SLURM: to those that load data, too, even before the others."""
     loading = ("--num-workers", 2, "--data-buffer-size", 0)  # torch then ends the main thread, too
     run, _ = begin(ranks, small_corpus, tmp_path / "run", "one", *loading)
@@ -88,9 +86,9 @@ def test_a_signal_to_all_processes_of_a_run_saves(ranks, small_corpus, tmp_path,
     workers = [worker for children in threads for worker in children.read_text().split()]
     assert workers
     for each in (*map(int, workers), pid):
-        os.kill(each, number)
+        os.kill(each, signal.SIGTERM)
         time.sleep(0.1)
-    assert run.wait() == [128 + number], run.output()
+    assert run.wait() == [128 + signal.SIGTERM], run.output()
     assert updates(tmp_path / "run") > 0
     wait_until(lambda: not any(Path(f"/proc/{worker}").exists() for worker in workers))
 
