@@ -782,15 +782,12 @@ def test_the_table_tells_what_is_odd(tmp_path):
         tests = (raw / f"test.en-fr.{language}").read_bytes()
         with open(raw / f"train.en-fr.{language}", "ab") as train:
             long = b"of more than sixty words " * 13 + b"\n"
-            train.write(tests + b'"the ""same"""\n' + long + b"x\n\n"[: 2 + (language == "en")])
+            train.write(tests + b'"the ""same"""\n' + long + b"x\n")
         with open(raw / f"valid.en-fr.{language}", "ab") as valid:
             valid.write(tests.splitlines(keepends=True)[0])
     content = {"subwords": {"vocab-size": 60}, "train": {"max-source-positions": 30}}
     content["clean"] = {"max-words": 60}
     given = write_dataset(tmp_path / "c", "tiny", pairs=["en-fr"], **content)
-    done = step_here("prepare", "tiny", cwd=tmp_path, RAW=str(raw), WORKERS="1", **given)
-    refused(done, "train.en-fr.fr 315")
-    (raw / "train.en-fr.en").write_bytes((raw / "train.en-fr.en").read_bytes()[:-1])
     done = succeeded(step_here("prepare", "tiny", cwd=tmp_path, RAW=str(raw), WORKERS="1", **given))
     assert "\u2581" not in done.stderr
     assert "1 pairs of the test set are in the validation set" in done.stderr
