@@ -21,7 +21,6 @@ TWO = {"GPUS": "0", "OMP_NUM_THREADS": "2"}
 
 @pytest.fixture
 def gpus(monkeypatch):
-    """A machine of four."""
     monkeypatch.setattr(study, "plan_launch", lambda *_: Launch("plain", 1, 4))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     return monkeypatch
@@ -72,19 +71,6 @@ def test_a_resumed_run_that_logs_its_settings_keeps_its_updates(tmp_path):
         assert run.done() == updates
 
 
-def machine_of(folder, **variables) -> str:
-    study_results.record_start(folder, {"GPUS": "0"} | variables)
-    return study_results.summarize_starts(folder)["machine"]
-
-
-def test_threads_are_part_of_the_machine(tmp_path):
-    """Times of runs with one thread and with two are not compared."""
-    (tmp_path / "two").mkdir()
-    one = machine_of(tmp_path, OMP_NUM_THREADS="1")
-    assert " cores of " in one
-    assert machine_of(tmp_path / "two", OMP_NUM_THREADS="2") == f"{one}, 2 threads"
-
-
 def test_all_starts_of_a_run_are_told(tmp_path, monkeypatch):
     """Begun by one commit and one machine, and finished by others; not those of an older run."""
     study_results.record_start(tmp_path, TWO | {"OMP_NUM_THREADS": "3"})
@@ -94,6 +80,8 @@ def test_all_starts_of_a_run_are_told(tmp_path, monkeypatch):
     study_results.record_start(tmp_path, TWO)
     (first,) = json.loads((tmp_path / study_results.STARTS_FILE).read_text())
     assert study_results.summarize_starts(tmp_path) == first
+    one = study_results._machine({"GPUS": "0", "OMP_NUM_THREADS": "1"})
+    assert " cores of " in one and first["machine"] == f"{one}, 2 threads"
     monkeypatch.setattr(study_results, "_commit", lambda: "abc")
     study_results.record_start(tmp_path, TWO)
     assert study_results.summarize_starts(tmp_path) == first | {"commit": f"{first['commit']}, abc"}
@@ -184,13 +172,6 @@ def test_a_run_without_a_validation_is_not_saved(tmp_path, monkeypatch):
     with pytest.raises(UsageError, match="runs/multi30k/moe was trained for 15 updates"):
         study_results.save(load_dataset("multi30k", Settings()), "moe", "SEED=1 true")
     assert not (tmp_path / "results").exists()
-
-
-@pytest.mark.parametrize("content", ["[", '{"commit": "a"}', "[1]", '[{"commit": "a"}]'])
-def test_starts_that_are_something_else_are_named(tmp_path, content):
-    (tmp_path / study_results.STARTS_FILE).write_text(content)
-    with pytest.raises(UsageError, match=r"starts\.json"):
-        study_results.record_start(tmp_path, TWO)
 
 
 def test_a_commit_with_changes_is_dirty(tmp_path, monkeypatch):
