@@ -99,7 +99,7 @@ def test_a_second_study_is_refused_and_a_run_that_fails_does_not_end_the_others(
     study = ("study", "tiny", "smoe-2-2", "dense")
     (failing, dense) = (runs / f"{method}.seed-2" for method in study[2:])
     failing.mkdir()
-    (failing / study_results.STARTS_FILE).write_text("[")
+    (failing / study_results.STARTS_FILE).write_text('[{"commit": "a"}]')
     assert study_results.STARTS_FILE in refusal(step_here(*study, cwd=tmp_path, **given))
     assert not dense.exists()
     (failing / study_results.STARTS_FILE).unlink()
