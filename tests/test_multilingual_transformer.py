@@ -127,16 +127,12 @@ def pair_model(data, state, pair):
 def test_it_translates_each_pair(three_languages, trained, more):
     _, checkpoint = trained(*more)
     tokens = TOKENS if more else ()
-    for pair in ("aa-cc", "bb-aa"):
-        source, target = pair.split("-")
-        direction = ("-s", source, "-t", target, *tokens)
-        output = run(
-            *("fairseq-generate", three_languages, *TASK, *direction, "--path", checkpoint),
-            *("--cpu", "--num-workers", 0, "--gen-subset", "valid", "--beam", 2, "--max-len-b", 8),
-        ).stdout
-        assert len(re.findall(r"^H-\d+\t", output, re.MULTILINE)) == len(LENGTHS)
+    of_run = (three_languages, *TASK, *tokens, "--path", checkpoint, "--cpu")
+    search = ("--num-workers", 0, "--gen-subset", "valid", "--beam", 2, "--max-len-b", 8)
+    output = run("fairseq-generate", *of_run, "-s", "aa", "-t", "cc", *search).stdout
+    assert len(re.findall(r"^H-\d+\t", output, re.MULTILINE)) == len(LENGTHS)
     told = run(
-        *("fairseq-interactive", three_languages, *TASK, *direction, "--path", checkpoint, "--cpu"),
+        *("fairseq-interactive", *of_run, "-s", "bb", "-t", "aa"),
         stdin="bb1 bb2\n",
     ).stdout
     assert re.search(r"^H-0\t", told, re.MULTILINE)
@@ -210,25 +206,16 @@ def test_what_needs_one_model_says_so(three_languages, trained, tmp_path):
     refused(smoe(*command, tmp_path / "new", check=False), checkpoint)
 
 
-@pytest.mark.parametrize(
-    "arch", ["smoe_multilingual_transformer_tiny", soak("multilingual_transformer")]
-)
-def test_a_back_end_that_would_not_sum_gradients_is_refused(ranks, three_languages, tmp_path, arch):
+def test_a_back_end_that_would_not_sum_gradients_is_refused(ranks, three_languages, tmp_path):
     """It is fairseq's default, and on a CPU each process would train a model of its own without a word."""
-    more = ("--distributed-backend", "gloo", "--arch", arch)
-    arguments = flags(three_languages, tmp_path / "run", *more)
-    if arch == "multilingual_transformer":
-        first, last = (arguments.index(name) for name in ("--smoe-strata", "--moe-capacity-factor"))
-        del arguments[last : last + 4], arguments[first : first + 2]
-        arguments += ["--decoder-embed-dim", "16"]
+    arguments = flags(three_languages, tmp_path / "run", "--distributed-backend", "gloo")
     said = "--ddp-backend pytorch_ddp with a model per language pair: "
     ranks.start(tmp_path, 2, *arguments).refused(said)
 
 
 @pytest.mark.soak
-def test_resuming_goes_on(three_languages, tmp_path):
-    run("fairseq-train", *flags(three_languages, tmp_path / "whole"))
+def test_resuming_goes_on(three_languages, trained, tmp_path):
     for updates in (2, 4):
-        run("fairseq-train", *flags(three_languages, tmp_path / "parts", "--max-update", updates))
-    whole, parts = (content(tmp_path / name)["model"] for name in ("whole", "parts"))
+        run("fairseq-train", *flags(three_languages, tmp_path, "--max-update", updates))
+    whole, parts = (content(folder)["model"] for folder in (trained()[1].parent, tmp_path))
     assert all(torch.equal(tensor, parts[name]) for name, tensor in whole.items())
