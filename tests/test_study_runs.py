@@ -239,3 +239,14 @@ def test_settings_that_a_kept_run_was_not_made_with(tmp_path, monkeypatch, then,
     (binary / "dict.txt").write_text("b 1\n")
     with pytest.raises(UsageError, match="dictionaries"):
         study_results.are_saved(changed, "moe", words, 1)
+
+
+def test_a_pair_without_test_text_is_not_analysed(tmp_path):
+    """It is trained and not scored; the commands after training ask for the others alone."""
+    dataset = load_dataset("multi30k", Settings({"DATA_DIR": str(tmp_path)}))
+    raw = tmp_path / "multi30k/raw"
+    raw.mkdir(parents=True)
+    for language in ("en", "fr"):
+        (raw / f"test.en-fr.{language}").touch()
+    (line,) = study_results.commands(dataset, tmp_path / "run", True, False)[1:]
+    assert flag_values(line.split())["--lang-pairs"] == "fr-en,en-fr"

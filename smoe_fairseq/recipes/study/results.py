@@ -35,6 +35,7 @@ from smoe_fairseq.recipes.folders import (
     refuse_twice,
     run_method,
     run_seed,
+    test_file,
     vocab_size,
 )
 from smoe_fairseq.recipes.pretrained import STARTED, started
@@ -240,15 +241,18 @@ def commands(dataset: Dataset, run: Path, strata: bool, sharded: bool) -> list[s
         sharded: the evaluation has joined the experts of all ranks in one checkpoint.
     """
     checkpoint, lines = checkpoint_file(run, dataset.checkpoint), []
+    tested = [d for d in dataset.all_directions if test_file(dataset, d, d.split("-")[1]).exists()]
+    tested = tested or dataset.all_directions  # a dry run before there is text
     if sharded and checkpoint.parent == run:  # an average is one file already
         checkpoint = run / CONSOLIDATED / checkpoint.name
     if strata:
         analyze = ["smoe", "analyze", Folders(dataset).binary_path()]
         analyze += ["--path", checkpoint, "--gen-subset", "test", "--output", run / ANALYSIS]
-        analyze += ["--lang-pairs", ",".join(dataset.all_directions)] if dataset.keep else []
+        if dataset.keep or len(tested) < len(dataset.all_directions):
+            analyze += ["--lang-pairs", ",".join(tested)]
         lines = [command("rm", "-rf", run / ANALYSIS), command(*analyze)]
-    if dataset.keep:
-        kept = replace(dataset, pairs=dataset.keep).directions
+    kept = replace(dataset, pairs=dataset.keep).directions
+    if kept := [direction for direction in kept if direction in tested]:
         words = data_arguments(dataset, kept)
         words += ["--path", str(checkpoint), "--valid-subset", "test", "--max-tokens", "4096"]
         lines.append(command("fairseq-validate", *words, output=run / KEPT))
