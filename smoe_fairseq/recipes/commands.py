@@ -8,16 +8,14 @@ import argparse
 import importlib
 import inspect
 import os
-import re
 import shlex
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from smoe_fairseq.errors import UsageError, end_parsing, nearest, quietly
+from smoe_fairseq.errors import end_parsing, nearest, quietly
 from smoe_fairseq.flags import at_least, filled, flag_of, positive
 from smoe_fairseq.recipes.processes import recipe
 from smoe_fairseq.recipes.settings import SETTINGS, Settings
@@ -201,16 +199,15 @@ def _run(name: str, function: Callable, args: Namespace) -> None:
     for key in ("run", "command"):  # of the parser
         options.pop(key, None)
     settings = Settings.read(flags)
-    with _naming_flags(flags):
-        for variable, value in flags.items() if settings.dry_run else ():
-            if variable != "DRY_RUN":
-                print(f"export {variable}={shlex.quote(value)}")
-        if "dataset" in options:
-            from smoe_fairseq.recipes.datasets import load_dataset  # imports omegaconf
-            from smoe_fairseq.recipes.pretrained import with_pretrained
+    for variable, value in flags.items() if settings.dry_run else ():
+        if variable != "DRY_RUN":
+            print(f"export {variable}={shlex.quote(value)}")
+    if "dataset" in options:
+        from smoe_fairseq.recipes.datasets import load_dataset  # imports omegaconf
+        from smoe_fairseq.recipes.pretrained import with_pretrained
 
-            options["dataset"] = with_pretrained(load_dataset(args.dataset, settings))
-        function(**options)
+        options["dataset"] = with_pretrained(load_dataset(args.dataset, settings))
+    function(**options)
 
 
 def _parse_late_options(name: str, function: Callable, args: Namespace) -> list[str]:
@@ -227,19 +224,6 @@ def _parse_late_options(name: str, function: Callable, args: Namespace) -> list[
         if word.startswith("--") and nearest(word.partition("=")[0], options, NEAR):
             parser.error(f"unrecognized arguments: {word}")
     return words
-
-
-@contextmanager
-def _naming_flags(given: Mapping[str, str]) -> Iterator[None]:
-    """In an error, name the flag that was given in place of its variable."""
-    try:
-        yield
-    except UsageError as error:
-        sentence = str(error)
-        for setting in SETTINGS:
-            if setting.variable in given:
-                sentence = re.sub(rf"\b{setting.variable}=", f"{setting.name} ", sentence)
-        raise UsageError(sentence) from None
 
 
 def _symbol(text: str) -> str:
