@@ -8,19 +8,13 @@ import io
 import struct
 from array import array
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 
 from smoe_fairseq.errors import UsageError
-from smoe_fairseq.files import (
-    check_plain,
-    read_plain,
-    read_text,
-    whole_files,
-    write_whole,
-)
+from smoe_fairseq.files import check_plain, read_plain, read_text, whole_files, write_whole
 from smoe_fairseq.recipes.data.raw import SPLITS
 from smoe_fairseq.recipes.data.text_files import Chunk, map_chunks
 from smoe_fairseq.recipes.datasets import Dataset
@@ -99,23 +93,19 @@ def read_dictionary(file: Path) -> Vocabulary:
     return words
 
 
-@dataclass(frozen=True)
-class _Binariser:
-    """Maps a chunk to the bytes of its token numbers, the sentence lengths and the count of unknown words."""
-
-    vocabulary: Vocabulary
-    dtype: np.dtype
-
-    def __call__(self, chunk: Chunk) -> tuple[bytes, np.ndarray, int]:
-        numbers, lengths = array("i"), array("i")
-        for line in chunk.lines():
-            words = line.split()
-            numbers.extend(map(self.vocabulary.__getitem__, words))
-            numbers.append(EOS)
-            lengths.append(len(words) + 1)
-        content = np.frombuffer(numbers, dtype=np.int32)
-        unknown = int((content == UNKNOWN).sum())
-        return content.astype(self.dtype).tobytes(), np.array(lengths, dtype=np.int32), unknown
+def _numbers(
+    vocabulary: Vocabulary, dtype: np.dtype, chunk: Chunk
+) -> tuple[bytes, np.ndarray, int]:
+    """The bytes of a chunk's token numbers, the sentence lengths and the count of unknown words."""
+    numbers, lengths = array("i"), array("i")
+    for line in chunk.lines():
+        words = line.split()
+        numbers.extend(map(vocabulary.__getitem__, words))
+        numbers.append(EOS)
+        lengths.append(len(words) + 1)
+    content = np.frombuffer(numbers, dtype=np.int32)
+    unknown = int((content == UNKNOWN).sum())
+    return content.astype(dtype).tobytes(), np.array(lengths, dtype=np.int32), unknown
 
 
 def binarise_files(
@@ -124,7 +114,7 @@ def binarise_files(
     """Write a ``.bin`` and an ``.idx`` file for each key of ``files``; returns counts, as words to print."""
     dtype = np.dtype(np.uint16 if len(vocabulary) < 65500 else np.uint32)  # as fairseq chooses
     sentences = tokens = unknown = 0
-    with map_chunks("binarise", _Binariser(vocabulary, dtype), files, workers) as by_file:
+    with map_chunks("binarise", partial(_numbers, vocabulary, dtype), files, workers) as by_file:
         for file, results in by_file:
             lengths = [np.zeros(0, dtype=np.int32)]
             with whole_files(files[file]) as (data, index):

@@ -9,7 +9,7 @@ import unicodedata
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import regex
@@ -258,28 +258,19 @@ def encode(
     print_written(output, len(files), len(left), f"{lines:,} lines")
 
 
-@dataclass(frozen=True)
-class _Encoder:
-    """Maps a chunk to its encoded lines by shard, the number of lines cut off, and the number of lines.
+def _encoded(
+    model: sentencepiece.SentencePieceProcessor, shards: int, longest: int, chunk: Chunk
+) -> tuple[list[bytes], int, int]:
+    """A chunk's encoded lines by shard, the number of lines cut off, and the number of lines.
 
     The shards are relative: the chunk's first line is always in the first one.
     """
-
-    model: sentencepiece.SentencePieceProcessor
-    shards: int
-    longest: int
-
-    def shards_of(self, file: Path) -> int:
-        return self.shards if _is_training(file) else 1
-
-    def __call__(self, chunk: Chunk) -> tuple[list[bytes], int, int]:
-        longest = 0 if _is_training(chunk.file) else self.longest
-        texts = [*map(composer(self.model), chunk.lines())]
-        encoded = self.model.encode(texts, out_type=str, num_threads=1)
-        cut = sum(1 for pieces in encoded if len(pieces) > longest) if longest else 0
-        lines = [" ".join(pieces[: longest or None]) + "\n" for pieces in encoded]
-        step = self.shards_of(chunk.file)
-        return ["".join(lines[i::step]).encode() for i in range(step)], cut, len(lines)
+    shards, longest = (shards, 0) if _is_training(chunk.file) else (1, longest)
+    texts = [*map(composer(model), chunk.lines())]
+    encoded = model.encode(texts, out_type=str, num_threads=1)
+    cut = sum(1 for pieces in encoded if len(pieces) > longest) if longest else 0
+    lines = [" ".join(pieces[: longest or None]) + "\n" for pieces in encoded]
+    return ["".join(lines[i::shards]).encode() for i in range(shards)], cut, len(lines)
 
 
 def _is_training(file: Path) -> bool:
@@ -294,13 +285,13 @@ def encode_files(
     workers: int = 1,
 ) -> int:
     """Write files of the same names to ``folders``, one per shard; returns the number of lines."""
-    encoder = _Encoder(model, len(folders), longest)
-    total = 0
-    with map_chunks("encode", encoder, files, workers) as by_file:
+    encoded, total = partial(_encoded, model, len(folders), longest), 0
+    with map_chunks("encode", encoded, files, workers) as by_file:
         for file, results in by_file:
             line = cuts = 0
             # The first shard last, by which a file counts as written.
-            shards = [folder / file.name for folder in folders[: encoder.shards_of(file)]]
+            used = folders if _is_training(file) else folders[:1]
+            shards = [folder / file.name for folder in used]
             with whole_files(shards[::-1]) as partials, ExitStack() as opened:
                 outputs = [opened.enter_context(open(path, "wb")) for path in partials[::-1]]
                 for texts, cut, lines in results:
