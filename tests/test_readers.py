@@ -421,7 +421,7 @@ REFUSED = [  # files, settings, and what names them
     (
         SPLIT | {"train.en-ha.tsv": "a\t\n\tb\n"},
         {},
-        "train.en-ha.tsv: no line of 2 is kept .2 empty",
+        "train.en-ha.tsv: no line is kept .2 read, 2 empty",
     ),
     (SPLIT | {"train.en-ha.tsv": gzip.compress(b"a\tb\n")}, {}, "ha.tsv is compressed: .*.gz"),
     (
@@ -435,7 +435,7 @@ REFUSED = [  # files, settings, and what names them
     (
         {"train.en": "", "train.ha": "", "valid.en": "a\n", "valid.ha": "b\n"},
         {},
-        "train.en is empty: en-ha needs at least one line to train",
+        "train.en and .*train.ha: no line is kept .none read.: en-ha needs one to train",
     ),
     (
         {"train.en": "1\n2\n3\n4\n", "train.ha": "1\n2\n", "valid.en": "a\n", "valid.ha": "b\n"},

@@ -143,10 +143,7 @@ class _Place:
             each for place in below for each in place._named_folders()
         ]
         if len(found) > 1:
-            both = f"{found[0]} and {found[1]} both match"
-            raise UsageError(
-                f"{both}: keep one, or give the folder that one of them is in by --raw"
-            )
+            raise _both_match(*found)
         return found[0] if found else None
 
     def _named_folders(self) -> list[Path]:

@@ -54,13 +54,11 @@ def prepare(dataset: Dataset, flags: Sequence[str] = ()) -> None:
     with naming_settings(dataset, ["subwords"], flags), refusing_flags():
         symbols = parser.parse_args(parser.words).user_defined_symbols
         if taken := {*symbols} & {f"__{language}__" for language in dataset.languages}:
-            token = "expected another word than the token of a language"
-            raise UsageError(f"--user-defined-symbols {min(taken)}: {token}")
+            raise UsageError(f"--user-defined-symbols {min(taken)}: it is a language's token")
     if source := source_of(dataset):
         own = dataset.own("pretrained") and dataset.own("subwords")
         if named := " ".join(flags) or own and f"{dataset.file}: `subwords`":
-            kept = f"the pretrained model {source} keeps its own, and `add-subwords` adds some"
-            raise UsageError(f"{named}: {kept}")
+            raise UsageError(f"{named}: {source} keeps its own; `add-subwords` adds some")
         with quietly():
             from smoe_fairseq.recipes.data.adapt import check_languages, languages_of  # fairseq
 
@@ -68,8 +66,7 @@ def prepare(dataset: Dataset, flags: Sequence[str] = ()) -> None:
                 check_languages(dataset, known)
     for key in () if source else ("trim", "new-languages", "add-subwords"):
         if getattr(dataset, key.replace("-", "_")):
-            expected = "expected it with `pretrained`, or --pretrained"
-            raise UsageError(f"{dataset.file}: `{key}`: {expected}")
+            raise UsageError(f"{dataset.file}: `{key}` needs `pretrained`, or --pretrained")
     if dataset.settings.dry_run:
         _prepare(dataset, flags)
         return
@@ -233,19 +230,14 @@ def _prepare(dataset: Dataset, flags: Sequence[str]) -> None:
     for one, other in spelled_twice(dataset.languages):
         warn(f"{one} and {other} are one language, and become two of the model: use one in `pairs`")
     if archive := _archive(dataset):
-        if flags:
-            advice = "give --raw folder with text to learn others"
-            raise UsageError(f"{' '.join(flags)}: {archive} comes with its subwords; {advice}")
-        if dataset.clean:
+        if unused := " ".join(flags) or "`clean`" * bool(dataset.clean):
             advice = "leave it out, or give --raw folder with text"
-            raise UsageError(f"`clean`: {archive} is used as its authors binarised it; {advice}")
+            raise UsageError(f"{unused}: {archive} is used as its authors binarised it; {advice}")
         run(_adopted(dataset, archive), dataset.settings)
         return
     if source and not source.is_dir() and not dataset.raw.get("messages") and not dry_run:
-        unpack = ": unpack it, and give the folder" * source.is_file()
-        found = "it is missing" if not source.exists() else "it is a file"
-        expected = f"expected a folder with the text of {dataset.name}"
-        raise UsageError(f"--raw {source}: {found}; {expected}{unpack}")
+        expected = f"expected a folder with the text of {dataset.name}, unpacked"
+        raise UsageError(f"--raw {source}: {expected}")
     if source and (elsewhere := dataset.source.get("datasets")):
         text = f"`source.datasets` of {dataset.name} names its text, {elsewhere}"
         raise UsageError(f"--raw {source}: {text}: leave one of them out")

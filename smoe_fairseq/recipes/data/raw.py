@@ -206,19 +206,15 @@ def _copy(folder: Path, clean: Mapping[str, Any], codes: Mapping[str, str], unit
     prefix = folder / f"{split}.{translated(pair, codes)}"
     counts = copy_pairs(section, prefix, faults, codes, clean.get("empty") == "drop")
     if not counts["kept"]:
-        files = list(dict.fromkeys(filter(None, section.files.values())))
-        for file in files:
-            _refuse_empty(file, split, pair)
-        named = " and ".join(map(str, files)) or "the source"
-        left_out = {name: number for name, number in counts.items() if name not in ("read", "kept")}
-        reasons = ", ".join(f"{number:,} {name}" for name, number in left_out.items())
-        kept = f"no line of {counts['read']:,} is kept{f' ({reasons})' * bool(reasons)}"
+        files = dict.fromkeys(str(file) for file in section.files.values() if file)
+        found = ", ".join(f"{number:,} {name}" for name, number in counts.items()) or "none read"
         advice = ""
-        if "overlap" in left_out:  # the other splits were taken from it
+        if "overlap" in counts:  # the other splits were taken from it
             advice = f"; {give_alone(pair)}"
         elif section.hash_range:
             advice = "; with `raw: {split: hash}`, equal sources are in one split"
-        raise UsageError(f"{named}: {kept}: {pair} needs one to {split}{advice}")
+        kept = f"{' and '.join(files) or 'the source'}: no line is kept ({found})"
+        raise UsageError(f"{kept}: {pair} needs one to {split}{advice}")
     return counts
 
 
@@ -270,8 +266,9 @@ def check(
         for split in (*(needed if pair in dataset.pairs else ()), "test"):
             files = [raw / f"{split}.{pair}.{language}" for language in pair.split("-")]
             present = [file for file in files if file.exists()]
-            for file in present:
-                _refuse_empty(file, split, pair)
+            if empty := next((file for file in present if not file.stat().st_size), None):
+                advice = f", or remove the files to leave {pair} out" * (split == "test")
+                raise UsageError(f"{empty} is empty: {pair} needs a line to {split}{advice}")
             if present == files and split == "test":
                 tested.append(pair)
             elif present != files and split != "test":
@@ -279,9 +276,3 @@ def check(
                 again = f"; delete {raw} to gather its text again" * (raw / GATHERED).exists()
                 raise UsageError(f"{missing} is missing: {pair} needs it to {split}{again}")
     return tuple(tested)
-
-
-def _refuse_empty(file: Path, split: str, pair: str) -> None:
-    if not file.stat().st_size:
-        leave_out = f", or remove the files to leave {pair} out of it" if split == "test" else ""
-        raise UsageError(f"{file} is empty: {pair} needs at least one line to {split}{leave_out}")
