@@ -46,9 +46,7 @@ class Remote:
             raise UsageError(f"`url: {self.url}` of the data set is not an address: {expected}")
         if address.password is not None:
             advice = f"download {self.name} by other means, and give its folder as --raw"
-            raise UsageError(
-                f"`url` of {self.name} has a password, which is not supported: {advice}"
-            )
+            raise UsageError(f"`url` has a password, which is not supported: {advice}")
 
 
 def remote_files(dataset: Dataset) -> list[Remote]:
@@ -110,9 +108,6 @@ def unpack(dataset: Dataset, downloads: Path, target: Path) -> None:
         print(f"{target} is unpacked already: delete it to unpack it again", flush=True)
         return
     archives = [downloads / remote.name for remote in remote_files(dataset)]
-    for archive in archives:
-        if not archive.is_file():
-            raise UsageError(f"{archive} is missing: scripts/prepare.sh {dataset.name} fetches it")
     with whole_folder(target, replace=True) as partial:
         wanted = {name: partial / name for names in files for name in names}
         counts = {archive: extract(archive, wanted) for archive in archives}
@@ -268,10 +263,8 @@ def fetch_tokenizer(name: str) -> None:
     try:
         download(Remote(url, target.name), target)
     except OSError as error:
-        advice = f"download {url} where there is a network and put it at {target}"
-        where = "the folder is $SACREBLEU, or else ~/.sacrebleu"
         failed = f"cannot fetch sacreBLEU's {name} tokenizer ({error})"
-        raise UsageError(f"{failed}: {advice} ({where})") from None
+        raise UsageError(f"{failed}: download {url} elsewhere, and put it at {target}") from None
 
 
 def tokenizer_file(name: str) -> Path | None:

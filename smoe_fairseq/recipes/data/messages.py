@@ -66,11 +66,8 @@ def gather_messages(dataset: Dataset, source: Path, target: Path) -> None:
             elif name == "test":
                 warn(f"{language} has no text to test and will not be scored")
             else:
-                words = f"at least {dataset.raw['messages']['words']} English words"
-                kinds = f"translated, not fuzzy, of {words}, no two the same"
+                count = f"{len(pairs)} messages to use, and none of them for {name}"
                 advice = f"leave {ENGLISH}-{language} out of `pairs`"
-                use = "train" if name == "train" else "validate"
-                count = f"{len(pairs)} pairs left ({kinds}), and none of them to {use}"
                 raise UsageError(f"{archive}: {language} has {count}: {advice}")
     kept = write(dataset, sections, target)
     for pair in dataset.pairs:

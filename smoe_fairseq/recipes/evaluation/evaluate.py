@@ -145,9 +145,7 @@ def plan(dataset: Dataset, method: str, flags: Sequence[str], which: str) -> Eva
     before = method == PRETRAINED
     given = flag_values([*arguments(dataset.generate), *flags])
     for flag in {f"--{name}" for name in RECIPE_FLAGS} & given.keys():
-        raise UsageError(
-            f"{flag} is set by the recipe; `smoe translate` takes any text and checkpoint"
-        )
+        raise UsageError(f"{flag} is set by the recipe; `smoe translate` translates other text")
     for flag in ("--remove-bpe", "--post-process"):
         if (value := given.get(flag, "sentencepiece")) != "sentencepiece":
             raise UsageError(f"{flag} {value}: expected sentencepiece, as words are scored")
@@ -267,10 +265,8 @@ def _check_model(evaluation: Evaluation) -> None:
         flag = flag_of(option.name)
         # --force-resume may have changed numbers such as --dropout.
         if value != other and not isinstance(value, float) and identity.fixed_flags({flag: ""}):
-            raise UsageError(
-                f"{evaluation.checkpoint} was trained with {flag} {other}, and the run in its folder with "
-                f"{flag} {value}: put a checkpoint of the run there"
-            )
+            trained = f"{evaluation.checkpoint} was trained with {flag} {other}"
+            raise UsageError(f"{trained}, and the run in its folder with {flag} {value}")
 
 
 def _score(evaluation: Evaluation, direction: str) -> scores.Score:

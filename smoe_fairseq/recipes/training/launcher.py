@@ -87,10 +87,7 @@ def plan_launch(settings: Settings, extra: Sequence[str]) -> Launch:
     if launcher not in LAUNCHERS:
         raise UsageError(f"--launcher {launcher}: choose one of {', '.join(LAUNCHERS)}")
     if launcher == "plain" and several:
-        both = f"--nodes {nodes} with --gpus {gpus}"
-        raise UsageError(
-            f"--launcher plain is for one process, not {both}: choose torchrun or slurm"
-        )
+        raise UsageError(f"--launcher plain is for one process, not --nodes {nodes} --gpus {gpus}")
     cpu = gpus == 0 or "--cpu" in extra
     if not cpu and launcher != "slurm" and not settings.dry_run:
         import torch
