@@ -21,7 +21,7 @@ WORDS = """data/x/bin --user-dir smoe_fairseq --task translation --arch smoe_tra
 @pytest.fixture
 def run(tmp_path, monkeypatch):
     """Starts a run, or goes on: ``run("--flag", ..., method=, processes=)``; a sentence, or None."""
-    monkeypatch.setattr(identity, "_joined", set())
+    monkeypatch.setattr(identity, "joined", set())
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin/dict.en.txt").write_text("a 2\nb 1\n")
 

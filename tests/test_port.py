@@ -7,6 +7,7 @@ import sys
 from argparse import Namespace
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from commands import touch_binarised
@@ -62,7 +63,7 @@ def test_port_that_torchrun_would_wait_at_is_named_before(tmp_path, monkeypatch)
             trained(MASTER_PORT=taken)
         assert not started
         trained(MASTER_PORT=taken, MASTER_ADDR="192.0.2.1")  # of no machine
-        monkeypatch.setattr(train.identity, "is_joined", lambda _: True)
+        monkeypatch.setattr(train.identity, "joined", {Path("runs/multi30k/moe")})
         trained(MASTER_PORT=taken)
     assert f"--rdzv-endpoint localhost:{taken} " in started[-1]
     monkeypatch.undo()

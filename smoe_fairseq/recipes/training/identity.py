@@ -22,7 +22,7 @@ from smoe_fairseq.recipes.training.precision import OTHERS
 
 FILE = "identity.json"  # in the run's folder
 TIMEOUT_SECONDS = 60  # until other machines see the first one's file, which NFS may delay
-_joined: set[Path] = set()  # folders of runs that another machine started
+joined: set[Path] = set()  # folders of runs that another machine started
 # Keys in the file.
 _RANKS = "ranks"
 TEXT = "text"  # a digest of the training text, if it is known
@@ -219,7 +219,7 @@ def _join(folder: Path, own: dict, data: Path) -> None:
             if (folder / FILE).exists():
                 difference = _difference(_read(folder / FILE, begun=True), own, data)
         if difference is None:
-            _joined.add(folder)
+            joined.add(folder)
             return
         time.sleep(0.1)
     raise UsageError(f"{folder} is in use by another machine, and {difference}")
@@ -238,7 +238,7 @@ def finish(words: Sequence[str]) -> None:
     """Record that the run is trained to the limits in ``words``, so that another start does nothing."""
     flags = flag_values(words)
     folder = Path(flags["--save-dir"])
-    if folder in _joined or "--no-save" in flags or "--stop-time-hours" in flags:
+    if folder in joined or "--no-save" in flags or "--stop-time-hours" in flags:
         return  # for a joined folder, the machine that holds it writes
     if saved := record(folder):
         _write(folder / FILE, saved | {_TRAINED: limits(flags)})
@@ -247,11 +247,6 @@ def finish(words: Sequence[str]) -> None:
 def is_saved(folder: Path) -> bool:
     """Whether the folder contains a checkpoint."""
     return any(folder.glob("checkpoint*.pt"))
-
-
-def is_joined(folder: Path) -> bool:
-    """Whether another machine has started the run of this folder."""
-    return folder in _joined
 
 
 def _is_unfinished(saved: dict, flags: dict[str, str]) -> bool:

@@ -1,6 +1,5 @@
 """The precision of a run: bf16 on a GPU that supports it, else fp16; fp32 on a CPU."""
 
-import os
 from collections.abc import Sequence
 
 from smoe_fairseq.errors import UsageError
@@ -9,7 +8,6 @@ from smoe_fairseq.recipes.training.launcher import Launch
 
 PRECISIONS = ("auto", "bf16", "fp16", "fp32")
 OTHERS = ("--amp", "--memory-efficient-fp16", "--memory-efficient-bf16")
-_DEVICES = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")  # NVIDIA, NVIDIA under Windows, AMD
 
 
 def precision_flags(
@@ -56,9 +54,6 @@ def _choose(requested: str, launch: Launch, resumed: Flags | None) -> tuple[str,
 
 def has_bf16() -> bool:
     """Whether this machine's GPU supports bf16; `torch.cuda.is_bf16_supported` includes emulation."""
-    if not any(os.path.exists(device) for device in _DEVICES):
-        return False  # without importing torch
-
     import torch
 
     if not torch.cuda.is_available():

@@ -123,7 +123,7 @@ def train(dataset: Dataset, method: str, flags: Sequence[str], force_resume: boo
             advice = f"give a larger {limits} to continue, or another --seed for another run"
             print(f"{folder} is trained already, to the requested limits: {advice}")
             return
-        if launch.uses_master_port and not identity.is_joined(folder):
+        if launch.uses_master_port and folder not in identity.joined:
             check_port(launch)
     _run_lines(dataset, launch, words, start, notes, upcycle)
 
@@ -166,7 +166,7 @@ def _run_lines(
         *([] if identity.is_saved(folder) else upcycle),
         line,
     ]
-    if identity.is_joined(folder):
+    if folder in identity.joined:
         lines = lines[-1:]  # the first machine prepares the folder
     if not dataset.settings.dry_run:
         lines.insert(-1, f"# the log is {values['--log-file']}")
@@ -176,7 +176,7 @@ def _run_lines(
     if not dataset.settings.dry_run:
         identity.finish(words)
         (folder / pretrained.UPCYCLED).unlink(missing_ok=True)
-        if not identity.is_joined(folder):
+        if folder not in identity.joined:
             try:
                 picture_file = picture.draw(folder, Path(values["--log-file"]))
                 result = f"{picture_file} shows losses and learning rate"
@@ -243,7 +243,7 @@ def begin_log(file: Path, line: str) -> None:
 
     The log of a run whose checkpoints are gone is moved to the end of ``train.log.old``.
     """
-    anew = not identity.is_saved(file.parent) and not identity.is_joined(file.parent)
+    anew = not identity.is_saved(file.parent) and file.parent not in identity.joined
     try:
         if anew and file.is_file() and not file.is_symlink():
             with open_plain(file.with_name(f"{file.name}.old"), append=True) as old:
