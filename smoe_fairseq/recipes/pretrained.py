@@ -17,12 +17,11 @@ STARTED = "--pretrained"  # in a run's identity: the fingerprint of the model th
 UPCYCLED = "upcycled.pt"  # in a run's folder: the model with experts, until it is trained
 _FORM = {
     "source": str,
-    "named?": (None, str),  # by the data set's file, when a flag may have named another
+    "named": (None, str),  # by the data set's file, when a flag may have named another
     "fingerprint": str,
     "rows": int,
     "languages": [str],
-    **{name: dict for name in ("task", "train", "model", "options")},
-    "experts?": dict,
+    **{name: dict for name in ("task", "train", "model", "experts", "options")},
 }
 DENSE: Flags = {"moe-freq": 0}
 # Where a data set says nothing else.
@@ -61,10 +60,8 @@ def with_pretrained(dataset: Dataset, binary: Path | None = None) -> Dataset:
             advice = "delete it to prepare it again"
             raise UsageError(f"{binary} was prepared without `pretrained`: {advice}")
         return dataset
-    record = {"experts": DENSE} | read_json(binary / RECORD, _FORM)
-    given, before = source_of(dataset), record["source"]
-    if not dataset.settings.pretrained:
-        before = record.get("named", before if given else None)
+    record, given = read_json(binary / RECORD, _FORM), source_of(dataset)
+    before = record["source" if dataset.settings.pretrained else "named"]
     if given != plain_path(before):
         was = record["source"] if given else before
         fault = f"{binary} was prepared with `pretrained: {was}`"

@@ -129,8 +129,7 @@ def changed_setting(dataset: Dataset, flags: Sequence[str] | None = None) -> str
     Without ``flags``, those that were typed to prepare it are taken as meant.
     """
     now, others = _settings(dataset, flags or ()), {"languages"}  # that `check_prepared` compares
-    later = {key: now[key] for key in (_POSITIONS, "keep")}  # older records lack them
-    before = later | _record(dataset).get("settings", now)
+    before = {**_record(dataset).get("settings", now)}
     before["pretrained"] = plain_path(before.get("pretrained"))
     if dataset.start:  # whose positions `with_pretrained` adds where the file has none
         before[_POSITIONS] = before.get(_POSITIONS) or dataset.start["train"].get(_POSITIONS)

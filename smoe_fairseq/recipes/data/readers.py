@@ -133,12 +133,9 @@ def pairs(
         yield from _aligned(first, second)
         return
     languages = Languages(files, codes, beside)
-    reader = READERS.get(ending_of(first))
-    if reader is None:
-        expected = f"expected one of {', '.join(READERS)}"
-        raise UsageError(f"{first} is named for both {languages}: {expected}")
     languages.keep_quotes = keep_quotes
-    yield from some_complete(reader(first, languages), str(first), languages)
+    found = READERS[ending_of(first)](first, languages)
+    yield from some_complete(found, str(first), languages)
 
 
 def some_complete(pairs: Iterator[Pair], source: str, languages: Languages) -> Iterator[Pair]:
