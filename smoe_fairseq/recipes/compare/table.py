@@ -38,9 +38,7 @@ def columns(dataset: Dataset, tested: tuple[str, ...]) -> list[Column]:
     Args:
         tested: the directions that have a test set.
     """
-    if classes := dataset.classes or resource_classes(dataset.name):
-        if None in classes.values():
-            classes = resource_classes(dataset.name, _training_sizes(dataset))
+    if classes := dataset.classes or resource_classes(dataset):
         parts = _by_class(dataset, classes)
     else:
         parts = [Column(direction, (direction,)) for direction in tested]
@@ -50,20 +48,14 @@ def columns(dataset: Dataset, tested: tuple[str, ...]) -> list[Column]:
     return [*parts, Column("average", tested), *kept]
 
 
-def resource_classes(
-    table: str, counted: Mapping[str, int] | None = None
-) -> dict[str, list[str] | None]:
-    """The languages in each class of a table; a class is a range of training sentence pairs.
+def resource_classes(dataset: Dataset) -> dict[str, list[str] | None]:
+    """The languages in each class of the paper's table, which is a range of training sentence pairs.
 
-    Args:
-        counted: sentence pairs by language, if the table lists none.
-
-    Returns:
-        Languages by class, in the paper's order; None for each class if no sizes are known. Empty if the
-        table has no classes.
+    None for each class if no sizes are known; empty if the table has no classes.
     """
-    content = tables().get(table, {})
-    classes, sizes = content.get("classes", {}), content.get("sizes", counted)
+    content = tables().get(dataset.name, {})
+    classes = content.get("classes", {})
+    sizes = content.get("sizes") or (classes and _training_sizes(dataset))
     if sizes is None:
         return dict.fromkeys(classes)
 

@@ -222,13 +222,14 @@ def _translate(evaluation: Evaluation) -> None:
                 expected = f"expected as many as in {evaluation.source(direction)}, {count:,}"
                 raise UsageError(f"{reference} has {other:,} lines; {expected}")
         count = len(evaluation.directions)
-        devices = translations.choose_devices(
-            evaluation.dataset.settings, len(left), evaluation.extra
-        )
-        print(f"# {len(left)} of {count} directions on {devices}, the longest first", flush=True)
+        settings = evaluation.dataset.settings
+        gpus, threads = translations.choose_devices(settings, len(left), evaluation.extra)
+        place = f"GPU {', '.join(gpus)}" if gpus else f"the CPU ({threads} threads)"
+        print(f"# {len(left)} of {count} directions on {place}, the longest first", flush=True)
         try:
             with progress("evaluate", sum(lines.values()), "sentences") as advance:
-                for direction in translations.translate_all(devices, evaluation, left, advance):
+                translated = translations.translate_all(gpus, threads, evaluation, left, advance)
+                for direction in translated:
                     scored[direction] = _score(evaluation, direction)
                     evaluation.save(scored, evaluation.partial)
                     with tqdm.external_write_mode(sys.stdout):

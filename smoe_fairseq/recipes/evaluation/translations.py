@@ -10,7 +10,7 @@ import os
 import sys
 from collections.abc import Callable, Container, Iterator, Sequence
 from concurrent.futures import as_completed
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from typing import TYPE_CHECKING
 
 from smoe_fairseq.errors import UsageError, quietly
@@ -34,53 +34,50 @@ Hypotheses = list[tuple[float, str, list[float]]]  # score, text, and each token
 _IGNORED = ("prefix_size", "no_seed_provided", "sacrebleu", "no_beamable_mm")
 
 
-@dataclass(frozen=True)
-class Devices:
-    """``gpus`` with a process each; without any, ``threads`` of this process."""
+def choose_devices(
+    settings: Settings, directions: int, extra: Sequence[str]
+) -> tuple[list[str], int]:
+    """The GPU of each process for a number of directions; without GPUs, the threads of this process.
 
-    gpus: tuple[str, ...]
-    threads: int
-
-    def __str__(self) -> str:
-        if self.gpus:
-            return f"{len(self.gpus)} GPU{'s' * (len(self.gpus) > 1)}"
-        return f"the CPU, {self.threads} thread{'s' * (self.threads > 1)}"
-
-
-def choose_devices(settings: Settings, directions: int, extra: Sequence[str]) -> Devices:
-    """The devices for a number of directions; raises as `plan_launch`."""
+    Raises as `plan_launch`.
+    """
     launch, jobs = plan_launch(settings, extra), settings.jobs
     if launch.cpu:
         import torch
 
-        return Devices((), jobs or min(torch.get_num_threads(), cores()))
+        return [], jobs or min(torch.get_num_threads(), cores())
     gpus = visible_gpus(launch.gpus)
     count = min(directions, jobs or len(gpus))
-    return Devices(tuple(gpus[i % len(gpus)] for i in range(count)), 1)
+    return [gpus[i % len(gpus)] for i in range(count)], 1
 
 
 def translate_all(
-    devices: Devices, evaluation: Evaluation, directions: Sequence[str], done: Callable[[int], None]
+    gpus: Sequence[str],
+    threads: int,
+    evaluation: Evaluation,
+    directions: Sequence[str],
+    done: Callable[[int], None],
 ) -> Iterator[str]:
     """Yield each direction as soon as it is translated.
 
     Args:
+        gpus, threads: from `choose_devices`.
         directions: in the order in which to start them.
         done: called with the number of sentences of each batch; with several GPUs, of each direction.
 
     Raises:
         UsageError: an argument, the checkpoint or the data is invalid; or a process was killed.
     """
-    if len(devices.gpus) < 2:
-        model = Model(evaluation, devices.threads)
+    if len(gpus) < 2:
+        model = Model(evaluation, threads)
         for direction in directions:
             model.translate(direction, done)
             yield direction
         return
     queue = multiprocessing.get_context("spawn").Queue()
-    for gpu in devices.gpus:
+    for gpu in gpus:
         queue.put(gpu)
-    with workers_for(_gpu_worker, queue, evaluation, count=len(devices.gpus)) as submit:
+    with workers_for(_gpu_worker, queue, evaluation, count=len(gpus)) as submit:
         running = {submit(direction): direction for direction in directions}
         for future in as_completed(running):
             done(future.result())
