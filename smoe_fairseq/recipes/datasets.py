@@ -220,11 +220,8 @@ def _check(merged: Mapping[str, Any], path: Path, configs: Path) -> None:
     """Raise UsageError if a file that is merged over its bases does not describe a data set."""
     pairs, keep = merged.get("pairs"), merged["keep"]
     if not pairs or not all(map(_is_pair, pairs)):
-        value = pairs or "missing"
-        expected = (
-            "expected a list such as [en-de, eng-fra], of two different codes without hyphens"
-        )
-        raise UsageError(f"{path}: `pairs` is {value}: {expected} (docs/recipes.md)")
+        expected = "expected a list such as [en-de, eng-fra], of codes without hyphens"
+        raise UsageError(f"{path}: `pairs` is {pairs or 'missing'}: {expected} (docs/recipes.md)")
     check(merged, REQUIRED, path)
     if twice := [pair for n, pair in enumerate(pairs) if {*both_orders(pair)} & {*pairs[:n]}]:
         raise UsageError(f"{path}: `pairs` has {twice[0]} twice: one entry makes both directions")
@@ -247,9 +244,7 @@ def _check(merged: Mapping[str, Any], path: Path, configs: Path) -> None:
         raise UsageError(f"{path}: `classes.all`: that is the name of the mean of all languages")
     names = [name.lower() for name in merged["metrics"]]
     if twice := [name for n, name in enumerate(names) if name in names[:n]]:
-        raise UsageError(
-            f"{path}: `metrics.{twice[0]}` is there twice, but for upper and lower case"
-        )
+        raise UsageError(f"{path}: `metrics.{twice[0]}` is there twice; case does not count")
     statements = {f"statements.{each}": both for each, both in merged["statements"].items()}
     for statement, (first, second) in statements.items():
         if first == second:

@@ -90,12 +90,10 @@ class Folders:
         before = content.get("settings", content).get("languages", {})  # older records have none
         for code, model in self.dataset.codes.items():
             if (other := before.get(code, model)) != model:
-                made = (
-                    f"{record.parent} was made with `languages: {{{code}: {other}}}`, not {model}"
-                )
-                again = f"run scripts/prepare.sh {self.dataset} again"
-                raw = f"and {self.raw}, " * (self.raw / GATHERED).exists()  # else the user's own
-                raise UsageError(f"{made}: delete {self.binary} {raw}and {again}")
+                made = f"{record.parent} was made with `languages: {{{code}: {other}}}`"
+                raw = f" and {self.raw}" * (self.raw / GATHERED).exists()  # else the user's own
+                again = f"delete {self.binary}{raw}, run scripts/prepare.sh {self.dataset} again"
+                raise UsageError(f"{made}, not {model}: {again}")
 
     def texts(self, split: str, pair: str) -> dict[str, Path]:
         """A pair's files in `raw`, by language."""
@@ -158,9 +156,7 @@ def refuse_twice(seeds: Mapping[Path, int]) -> None:
 def checkpoint_file(run: Path, which: str) -> Path:
     """The checkpoint ``best``, ``last`` or ``average:N`` of a run's folder; raises UsageError for others."""
     if not CHECKPOINT.fullmatch(which):
-        raise UsageError(
-            f"--checkpoint {which}: expected best, last or average:N, such as average:5"
-        )
+        raise UsageError(f"--checkpoint {which}: expected best, last or average:N")
     kind, _, number = which.partition(":")
     if number:
         return run / "averaged" / f"checkpoint_average_{number}.pt"
@@ -208,10 +204,8 @@ def _parts(folder: Path, which: str) -> list[Path]:
     by_update = [file for file, (_, updates) in found.items() if updates] or list(found)
     last = sorted(by_update, key=lambda file: found[file][::-1])[-number:]
     if len(last) < number:
-        raise UsageError(
-            f"--checkpoint average:{number}: {folder} has {len(last)} checkpoints of updates or epochs: "
-            "keep more with --save-interval-updates and --keep-interval-updates of training"
-        )
+        advice = "keep more with --keep-interval-updates of training"
+        raise UsageError(f"--checkpoint {which}: {folder} has {len(last)} to average: {advice}")
     return last
 
 

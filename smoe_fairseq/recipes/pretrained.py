@@ -68,9 +68,7 @@ def with_pretrained(dataset: Dataset, binary: Path | None = None) -> Dataset:
         now = f"not {given}" if given else f"which {dataset.file} lacks now"
         raise UsageError(f"{fault}, {now}: delete it to prepare it again")
     if value_of(dataset.train, "arch", "smoe_transformer") != "smoe_transformer":
-        raise UsageError(
-            f"{dataset.file}: `train.arch`: leave it out; the model is that of {record['source']}"
-        )
+        raise UsageError(f"{dataset.file}: `train.arch`: leave it out; {record['source']} has one")
     for name, value in dataset.own("task").items():
         if (value or None) != (kept := record["task"].get(name, value) or None):
             fault = f"{dataset.file}: `task.{name}`: {record['source']} has {kept or 'none'}"
@@ -111,12 +109,9 @@ def check_options(dataset: Dataset, words: Sequence[str]) -> None:
     own = config_of(parse_model(words))
     for name, value in dataset.start["options"].items():
         if (given := getattr(own, name)) != value:
-            expected = (
-                "expected the method that trained it" if is_moe_option(name) else "leave it out"
-            )
-            raise UsageError(
-                f"{flag_of(name)} {given}: {dataset.start['source']} has {value}; {expected}"
-            )
+            advice = "expected its own method" if is_moe_option(name) else "leave it out"
+            has = f"{dataset.start['source']} has {value}"
+            raise UsageError(f"{flag_of(name)} {given}: {has}; {advice}")
 
 
 def upcycled_flags(dataset: Dataset, words: Sequence[str]) -> list[str] | None:

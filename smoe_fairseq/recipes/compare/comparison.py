@@ -61,10 +61,8 @@ def comparison(dataset: Dataset, first: str, second: str, metric: str = scores.B
             rows.append([direction, *(number(None) for _ in range(4 + several))])
             continue
         if len(kinds := by_direction[direction]) > 1:
-            raise UsageError(
-                f"{first} and {second} were scored differently on {direction} "
-                f"({' and '.join(sorted(kinds))}): evaluate both again with the same settings"
-            )
+            both = f"{first} and {second} were scored differently on {direction}"
+            raise UsageError(f"{both} ({' and '.join(sorted(kinds))}): evaluate both again")
         signatures |= kinds
         points = [system.points([direction]) for system in systems.values()]
         p = _bootstrap(dataset, direction, one, other, metric, points)

@@ -111,9 +111,7 @@ def _systems(dataset: Dataset) -> dict[str, list[Result]]:
         records = {r.name: r.about | {"trained": r.about.get("limits") or {}} for r in runs}
         records = {name: each for name, each in records.items() if "flags" in each}
         if different := identity.differing(records, left_out):
-            raise UsageError(
-                f"{folder_of(dataset)}: {'; '.join(different)}: a study needs them equal"
-            )
+            raise UsageError(f"{folder_of(dataset)}: {'; '.join(different)}: expected them equal")
     rank = {method: i for i, method in enumerate(dataset.study)}
     return dict(sorted(systems.items(), key=lambda item: (rank.get(item[0], len(rank)), item[0])))
 

@@ -60,10 +60,8 @@ def languages_of(source: Path) -> list[str] | None:
     Raises as `task_of`.
     """
     if not os.path.lexists(source) and source.suffix != ".pt":
-        raise UsageError(
-            f"`pretrained: {source}`: there is no such run, checkpoint or folder; `hf download NAME "
-            "--local-dir FOLDER` gets a model from the hub, then give FOLDER"
-        )
+        advice = "`hf download NAME --local-dir FOLDER` gets a model from the hub"
+        raise UsageError(f"`pretrained: {source}`: expected a run, checkpoint or folder; {advice}")
     if not is_foreign(source):
         return task_of(source)[1]["langs"]
     if read_json(source / "config.json").get("model_type") in huggingface_m2m.KINDS:
@@ -82,17 +80,13 @@ def check_languages(dataset: Dataset, known: Sequence[str]) -> None:
             own = f"{language}: expected one of {', '.join(known[:9])}{', ...' * (len(known) > 9)}"
             if near:
                 own = f"{language}, but {near}: expected `languages: {{{code}: {near}}}`"
-            raise UsageError(
-                f"{file}: the pretrained model has no language {own}, or `new-languages`"
-            )
+            raise UsageError(f"{file}: `pretrained` has no language {own}, or `new-languages`")
     for language, settings in dataset.new_languages.items():
         key = f"{file}: `new-languages.{language}"
         if language not in dataset.languages:
             raise UsageError(f"{key}`: no pair has this language; leave it out")
         if language in known:
-            raise UsageError(
-                f"{key}`: the pretrained model has this language already; leave it out"
-            )
+            raise UsageError(f"{key}`: `pretrained` has this language; leave it out")
         if (like := settings.get("like", known[0])) not in known:
             raise UsageError(f"{key}.like`: the pretrained model has no language {like}")
 
@@ -134,10 +128,8 @@ def _adapt(dataset: Dataset, source: Path, raw: Path, output: Path) -> None:
             texts = (line for lang, line in _lines(dataset, raw) if lang in new)
             others = (line for lang, line in _lines(dataset, raw) if lang not in new)
             added = vocabulary.add_pieces(texts, others, dataset.add_subwords)
-            print(
-                f"{final(output)}: {len(added):,} subwords and letters of {', '.join(new)} added",
-                flush=True,
-            )
+            what = f"{len(added):,} subwords and letters of {', '.join(new)} added"
+            print(f"{final(output)}: {what}", flush=True)
         if dataset.trim:
             vocabulary.trim(_pieces(vocabulary.subwords, dataset, raw))
         languages = [*task["langs"], *dataset.new_languages]
@@ -199,9 +191,8 @@ def _vocabulary(checkpoint: Path, state: dict, task: dict) -> tuple[Vocabulary, 
     try:
         return Vocabulary(state["model"], dictionary.symbols, read_plain(subwords)), style
     except UsageError as error:
-        raise UsageError(
-            f"{checkpoint} was trained with another dictionary than {first}: {error}"
-        ) from None
+        other = f"{checkpoint} was trained with another dictionary than {first}"
+        raise UsageError(f"{other}: {error}") from None
 
 
 def _lines(dataset: Dataset, raw: Path) -> Iterator[tuple[str, str]]:

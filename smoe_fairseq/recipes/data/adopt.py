@@ -53,10 +53,8 @@ def adopt(dataset: Dataset, source: Path, raw: Path, output: Path, longest: int 
         archive.write_tests(text, longest)
         shutil.rmtree(original)
         write_sizes(raw, sizes)
-    print(
-        f"{final(output)}: {sum(sizes.values()):,} training pairs as they are in {source}",
-        flush=True,
-    )
+    pairs = f"{sum(sizes.values()):,} training pairs as they are in {source}"
+    print(f"{final(output)}: {pairs}", flush=True)
 
 
 def binarised_folder(dataset: Dataset, folder: Path) -> Path | None:

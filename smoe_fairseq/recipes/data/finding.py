@@ -194,11 +194,9 @@ class _Place:
         for own in self.languages:
             code, name = self.codes.get(own, own), names.get(own)
             if name and name != code and (others := sorted(meant(code, free))):
-                both = " and ".join(
-                    str(self.source / f"{before}{x}{after}") for x in (name, others[0])
-                )
+                one, other = (f"{before}{each}{after}" for each in (name, others[0]))
                 advice = f"keep one of them, or `raw: {{codes: {{{own}: {name}}}}}` chooses one"
-                raise UsageError(f"{both} are both {own}: {advice}")
+                raise UsageError(f"{self.source}: {one} and {other} are both {own}: {advice}")
 
     def of_both(self, stems: Iterable[str]) -> Path | None:
         """A file that holds both languages and has one of the names; raises UsageError if several are."""

@@ -43,9 +43,7 @@ def gather(dataset: Dataset, source: Path, target: Path, workers: int = 1) -> No
             parts.pop("test", None)
         if len({part.is_divided for part in parts.values()}) > 1:
             files = ", ".join(f"{s} in {[*each.files.values()][0]}" for s, each in parts.items())
-            raise UsageError(
-                f"{pair} has {files}: expected all splits in files, or one text to divide"
-            )
+            raise UsageError(f"{pair} has {files}: expected files for all, or one text to divide")
     counts = write(dataset, sections, target, workers)
     kept = sum(count["kept"] for count in counts.values())
     print(f"{final(target)}: {2 * len(sections)} files, {kept:,} pairs of lines", flush=True)
@@ -128,9 +126,7 @@ def check_replaceable(target: Path, inputs: Iterable[Path]) -> None:
     inside = (path for path in inputs if path.resolve().is_relative_to(target.resolve()))
     if lost := next(inside, None) or next(others, None):
         expected = "move it elsewhere, or leave --raw out to use prepared text as it is"
-        raise UsageError(
-            f"{lost} would be lost, as the prepared text replaces {target}: {expected}"
-        )
+        raise UsageError(f"{lost} would be lost, as new text replaces {target}: {expected}")
 
 
 def write_sizes(raw: Path, sizes: dict[str, int]) -> None:

@@ -161,9 +161,8 @@ def learn_from(
         Path(pieces_file).write_bytes(proto)
     if len(pieces) < (size := options.get("vocab_size", 0)):
         warn(f"{len(pieces):,} pieces in place of {size:,}: the text has no more")
-    print(
-        f"{final(output / 'spm.model')}: {len(pieces):,} pieces from {len(files)} files", flush=True
-    )
+    done = f"{final(output / 'spm.model')}: {len(pieces):,} pieces from {len(files)} files"
+    print(done, flush=True)
 
 
 def _rules(normalization: str, folder: Path, output: Path) -> dict[str, str | None]:
@@ -178,10 +177,8 @@ def _rules(normalization: str, folder: Path, output: Path) -> dict[str, str | No
         raise UsageError(f"--normalization {normalization}: expected {expected}")
     for number, line in enumerate(readers.lines(Path(normalization)), 1):
         if not _RULE.fullmatch(line):
-            raise UsageError(
-                f"--normalization {normalization}, line {number}: expected the numbers of letters in "
-                "hexadecimal, a tab and those in their place, such as 41 30A<tab>C5"
-            )
+            expected = "expected numbers of letters, a tab and others, such as 41 30A<tab>C5"
+            raise UsageError(f"--normalization {normalization}, line {number}: {expected}")
     return {"normalization_rule_tsv": normalization}
 
 

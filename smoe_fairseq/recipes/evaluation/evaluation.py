@@ -112,12 +112,10 @@ class Evaluation:
                 with quietly():
                     parse_flags("fairseq-generate", self.generation(self.directions[0]))
         texts = {d: [each / f"{d}.txt" for each in (self.partial, folder)] for d in self.directions}
-        if again := ", ".join(
-            d for d in texts if d not in same and any(map(Path.exists, texts[d]))
-        ):
-            print(
-                f"# {again}: another checkpoint, search or source text was translated before; again now"
-            )
+        again = [d for d in texts if d not in same and any(map(Path.exists, texts[d]))]
+        if again:
+            before = "another checkpoint, search or source text was translated before"
+            print(f"# {', '.join(again)}: {before}; again now")
         if folder == self.complete:
             shutil.rmtree(self.partial, ignore_errors=True)
         for direction in same:

@@ -40,10 +40,8 @@ def check_tokenizer(settings: Flags, language: str) -> None:
     for name in (n for n in given if not n.startswith(_SCORING) and given[n] != default[n]):
         raise UsageError(f"sacrebleu: {flag_of(name)} does not change a score; leave it out")
     if chosen in _MODULES and importlib.util.find_spec(_MODULES[chosen]) is None:
-        raise UsageError(
-            f"sacreBLEU's tokenizer {chosen}, for {language}, is not installed: "
-            f"pip install 'sacrebleu[{chosen[:2]}]', or set `sacrebleu: {{tokenize: char}}` in the data set"
-        )
+        advice = f"pip install 'sacrebleu[{chosen[:2]}]', or set `sacrebleu: {{tokenize: char}}`"
+        raise UsageError(f"sacreBLEU's tokenizer {chosen} of {language} is not installed: {advice}")
 
 
 def score(translations: Sequence[str], references: Sequence[str], settings: Flags) -> str:

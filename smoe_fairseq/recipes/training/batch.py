@@ -136,9 +136,7 @@ def _divide(unit: str, requested: int, most: int, ranks: int, least: int, name: 
         room = f"; a rank needs room for a sentence of {least}" if least > 1 else ""
         shared = f"{requested:,} {'tokens' if unit == 'max-tokens' else 'sentences'}{room}"
         advice = f"the nearest number that can is {near}; or set --batch"
-        raise UsageError(
-            f"{ranks} ranks (--gpus times --nodes) cannot share a batch of {shared}: {advice}"
-        )
+        raise UsageError(f"{ranks} ranks (--gpus) cannot share a batch of {shared}: {advice}")
     return batch
 
 

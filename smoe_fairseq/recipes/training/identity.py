@@ -36,9 +36,8 @@ _PRECISION = {f"--{name}" for name in ("fp16", "bf16", "fp16-no-flatten-grads", 
 SELECTION = "selection"  # the values of `_SELECTING`, of the last start
 _SELECTING = ("--best-checkpoint-metric", "--maximize-best-checkpoint-metric", "--valid-subset")
 _SELECTING += ("--max-valid-steps", "--combine-valid-subsets", "--save-interval-updates")
-_SELECTING += tuple(
-    f"--validate-{x}" for x in ("interval", "interval-updates", "sentences", "beam")
-)
+_SELECTING += ("--validate-interval", "--validate-interval-updates")
+_SELECTING += ("--validate-sentences", "--validate-beam")
 # Not compared between runs of a study: the seed and what depends on the machine.
 NOT_OF_A_STUDY = {*_PRECISION, "--seed", "processes", "--fixed-dictionary"}
 _LIMITS = ("--max-update", "--max-epoch", "--patience")
@@ -138,9 +137,7 @@ def claim(
         warn(f"{folder} {difference}; --force-resume resumes it with the new ones")
         own[_BEFORE] = {**saved, _SAVED: _last_save(folder)}
     elif is_saved(folder):
-        warn(
-            f"{file} is missing: the run is resumed as {method}, with the flags that are given now"
-        )
+        warn(f"{file} is missing: the run is resumed as {method}, with the flags given now")
     _write(file, own)
     return True
 

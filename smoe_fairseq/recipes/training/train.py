@@ -81,9 +81,7 @@ def train(dataset: Dataset, method: str, flags: Sequence[str], force_resume: boo
     restored = given.get("--restore-file")
     if newer := _newer_than_restored(folder, restored):
         words = [*words, "--restore-file", "checkpoint_last.pt"]
-        warn(
-            f"training resumes from {newer}, which is newer than --restore-file: delete it otherwise"
-        )
+        warn(f"training resumes from {newer}, newer than --restore-file: delete it otherwise")
     start, upcycle = [], []  # in the command, and before it
     if started := pretrained.started(dataset, words):
         start, upcycle = _start(dataset, words, folder)
@@ -315,9 +313,7 @@ def _adapt_flags(
             notes.append("# --smoe-norm released computes as the released code (docs/reproduce.md)")
     own = {n for n in ("fp16", "bf16", "amp") if dataset.own("train").get(n)} - {dataset.precision}
     if dataset.own("precision") and own:
-        raise UsageError(
-            f"{dataset.file}: `precision` and `train.{min(own)}`: expected one of them"
-        )
+        raise UsageError(f"{dataset.file}: `precision` and `train.{min(own)}`: expected one")
     # `fp16` and `bf16` in `train` of a data set are `precision: auto` and `precision: bf16`.
     flags.pop("fp16", None)
     requested = "bf16" if flags.pop("bf16", False) else dataset.precision
