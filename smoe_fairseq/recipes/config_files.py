@@ -171,8 +171,7 @@ def _parsed(path: Path, text: str) -> dict[str, Any]:
                 continue
             line = f"{path}, line {token.start_mark.line + 1}"
             if token.plain and _ODD.fullmatch(token.value):
-                expected = "expected a number without leading 0, or text in quotes"
-                raise UsageError(f"{line}: {token.value}: {expected}")
+                raise UsageError(f"{line}: {token.value}: expected no leading 0, or quotes")
             # OmegaConf takes ??? for a value that is missing; no program takes a null byte.
             if token.value == "???" or "\0" in token.value:
                 raise UsageError(f"{line}: {token.value!r}: expected another value")

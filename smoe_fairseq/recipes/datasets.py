@@ -227,8 +227,7 @@ def _check(merged: Mapping[str, Any], path: Path, configs: Path) -> None:
         raise UsageError(f"{path}: `pairs` has {twice[0]} twice: one entry makes both directions")
     for n, pair in enumerate(keep):
         if not _is_pair(pair) or {*both_orders(pair)} & {*pairs, *keep[:n]}:
-            expected = "expected pairs such as en-de that `pairs` lacks, each once"
-            raise UsageError(f"{path}: `keep` has {pair}: {expected}")
+            raise UsageError(f"{path}: `keep` has {pair}: expected pairs that `pairs` lacks, once")
     known = {language for pair in pairs + keep for language in pair.split("-")}
     lists = {f"classes.{key}": languages for key, languages in merged["classes"].items()}
     for key, languages in (lists | {"languages": merged["languages"]}).items():
@@ -238,8 +237,7 @@ def _check(merged: Mapping[str, Any], path: Path, configs: Path) -> None:
     for own in sorted(known):
         by_code[merged["languages"].get(own, own)].append(own)
     if twice := next((code for code, own in by_code.items() if len(own) > 1), None):
-        found = f"{' and '.join(by_code[twice])} are both {twice}"
-        raise UsageError(f"{path}: `languages`: {found}; join their text, under one code")
+        raise UsageError(f"{path}: `languages`: {' and '.join(by_code[twice])} are both {twice}")
     if "all" in merged["classes"]:
         raise UsageError(f"{path}: `classes.all`: that is the name of the mean of all languages")
     names = [name.lower() for name in merged["metrics"]]

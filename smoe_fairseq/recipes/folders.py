@@ -172,8 +172,7 @@ def whole_checkpoint(folder: Path, which: str) -> tuple[Path, tuple[str, ...]]:
         preparation = (comment, command("mkdir", "-p", whole.parent), average)
     elif ranks := rank_files(whole):
         if whole.exists():
-            both = f"{whole} and {next(iter(ranks.values()))}"
-            raise UsageError(f"{both} both exist: move one of them away")
+            raise UsageError(f"{whole} and {min(ranks.values())} both exist: move one away")
         whole = folder / CONSOLIDATED / whole.name
         consolidate = command("smoe", "consolidate", *parts, "--output", whole, "--force")
         preparation = ("# the experts of all processes in one checkpoint", consolidate)

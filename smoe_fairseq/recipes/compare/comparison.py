@@ -101,8 +101,7 @@ def _common_directions(dataset: Dataset, systems: Mapping[str, "_System"]) -> li
     """The directions that both systems have; raises UsageError if they cannot be compared."""
     (first, one), (second, other) = systems.items()
     if shared := sorted({*one.runs} & {*other.runs}):
-        both = f"both have {', '.join(shared)}; expected two that share no run"
-        raise UsageError(f"--compare {first} {second}: {both}")
+        raise UsageError(f"--compare {first} {second}: both have {', '.join(shared)}")
     if (binary := Folders(dataset).binary).exists():
         for run in (*one.runs, *other.runs):
             folder = Folders(dataset).runs / run
@@ -114,8 +113,7 @@ def _common_directions(dataset: Dataset, systems: Mapping[str, "_System"]) -> li
         raise UsageError(f"no direction is scored in all of {runs}: {advice}")
     now = scores.test_checksums(dataset, common)
     if different := scores.different_tests(*one.runs.values(), *other.runs.values(), now=now):
-        texts = f"another test set than that in {Folders(dataset).raw}"
-        scored = f"{first} or {second} was scored on {texts} ({', '.join(different)})"
+        scored = f"{first} or {second} was scored on another test set ({', '.join(different)})"
         raise UsageError(f"{scored}: run scripts/evaluate.sh {dataset.name} for both again")
     return common
 

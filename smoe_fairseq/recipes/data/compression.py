@@ -73,8 +73,7 @@ def _zstandard(path: Path) -> IO[bytes]:
     try:
         import zstandard
     except ImportError:
-        advice = "install zstandard to read it, as `pip install zstandard` does, or decompress it"
-        raise UsageError(f"{path}: {advice}") from None
+        raise UsageError(f"{path}: `pip install zstandard` to read it, or decompress it") from None
     return _decompressed(zstandard.ZstdDecompressor().decompressobj, path)
 
 

@@ -42,8 +42,7 @@ class Remote:
     def __post_init__(self):
         address = urlsplit(self.url)
         if address.scheme not in ("https", "http", "ftp", "file"):
-            expected = "expected https://, http://, ftp:// or file:/// before it"
-            raise UsageError(f"`url: {self.url}` of the data set is not an address: {expected}")
+            raise UsageError(f"`url: {self.url}`: expected https://, http://, ftp:// or file:///")
         if address.password is not None:
             advice = f"download {self.name} by other means, and give its folder as --raw"
             raise UsageError(f"`url` has a password, which is not supported: {advice}")

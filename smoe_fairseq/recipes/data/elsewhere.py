@@ -16,8 +16,7 @@ def read_datasets(source: Mapping, split: str, languages: Languages) -> Iterator
     try:
         import datasets
     except ImportError:
-        install = "pip install datasets"
-        raise UsageError(f"`source.datasets` needs the package datasets: {install}") from None
+        raise UsageError("`source.datasets` needs `pip install datasets`") from None
     name, config = str(source["datasets"]), source.get("config")
     split = source.get("splits", {}).get(split, {"valid": "validation"}.get(split, split))
     place = f"{name}{f' ({config})' * (config is not None)}, split {split}"

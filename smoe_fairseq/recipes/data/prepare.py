@@ -237,9 +237,8 @@ def _prepare(dataset: Dataset, flags: Sequence[str]) -> None:
     if source and not source.is_dir() and not dataset.raw.get("messages") and not dry_run:
         expected = f"expected a folder with the text of {dataset.name}, unpacked"
         raise UsageError(f"--raw {source}: {expected}")
-    if source and (elsewhere := dataset.source.get("datasets")):
-        text = f"`source.datasets` of {dataset.name} names its text, {elsewhere}"
-        raise UsageError(f"--raw {source}: {text}: leave one of them out")
+    if source and dataset.source.get("datasets"):
+        raise UsageError(f"--raw {source}: `source.datasets` names the text: leave one of them out")
     if source:
         raw.check_replaceable(folders.raw, [source])
     elif folders.raw.exists():

@@ -50,15 +50,13 @@ def lines(path: Path) -> Iterator[str]:
         while line := content.readline(MAX_LINE_BYTES + 1):
             number += 1
             if len(line) > MAX_LINE_BYTES:
-                expected = f"expected at most {MAX_LINE_BYTES:,} bytes"
-                raise UsageError(f"{path}, line {number}: {expected}")
+                raise UsageError(f"{path}, line {number}: expected up to {MAX_LINE_BYTES:,} bytes")
             try:
                 text = line.decode("utf-8-sig" if number == 1 else "utf-8")
             except UnicodeDecodeError as error:
                 if number == 1 and (ending := compression_of(line)):
                     expected = f"expected text, or a name that ends in {ending}"
-                    twice = "of text that was compressed twice, decompress it once"
-                    raise UsageError(f"{path} is compressed: {expected}; {twice}") from None
+                    raise UsageError(f"{path} is compressed: {expected}") from None
                 reason = f"{error.reason}; convert it, as `iconv -t utf-8` does"
                 raise UsageError(f"{path}, line {number}, is not UTF-8 text: {reason}") from None
             if number == 1 and (markup := _MARKUP_FILE.match(text)):

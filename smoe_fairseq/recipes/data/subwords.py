@@ -244,9 +244,8 @@ def encode(
     files = text_files(raw, pairs)
     for file in filter(_is_training, files):
         with open(file, "rb") as lines:
-            if (least := sum(1 for _ in itertools.islice(lines, shards))) < shards:
-                few = f"`shards: {shards}`, and {file} has {least} lines"
-                raise UsageError(f"{few}: expected at least one line in each shard")
+            if sum(1 for _ in itertools.islice(lines, shards)) < shards:
+                raise UsageError(f"`shards: {shards}`: expected as many lines in {file} or more")
     folders = [output / name for name in shard_names(shards)]
     for folder in folders:
         folder.mkdir(parents=True, exist_ok=True)

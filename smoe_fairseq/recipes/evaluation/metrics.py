@@ -50,9 +50,7 @@ def score(translations: Sequence[str], references: Sequence[str], settings: Flag
     Raises UsageError for an unknown flag, or another number of translations than references.
     """
     if (made := len(translations)) != (expected := len(references)):
-        unlike = f"{made:,} translations and {expected:,} references"
-        skipping = "--skip-invalid-size-inputs-valid-test"
-        raise UsageError(f"{unlike}: evaluate again, without {skipping} if it was given")
+        raise UsageError(f"{made:,} translations and {expected:,} references: evaluate again")
     args, results = parsed(settings), []
     with quietly():
         for metric in metrics_of(args, references):

@@ -210,8 +210,7 @@ def _options(cfg, ours: bool, typed: Container[str]):
         given = getattr(cfg.generation, name, default)
         unread += [name] * (given != default and name not in own and name not in _IGNORED)
     if unread:
-        advice = "--dry-run prints its command"
-        raise UsageError(f"{flag_of(unread[0])}: only fairseq-generate has it; {advice}")
+        raise UsageError(f"{flag_of(unread[0])}: only fairseq-generate (--dry-run) has it")
     has_seed = cfg.generation.sampling and cfg.common.seed is not None
     seed = {"seed": cfg.common.seed} if has_seed else {}
     values = {name: getattr(cfg.generation, name) for name in own}

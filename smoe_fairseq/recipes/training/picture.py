@@ -43,8 +43,7 @@ def draw(folder: Path, log: Path) -> Path:
     by_panel = read_curves(log)
     lengths = (len(points) for curves in by_panel.values() for points in curves.values())
     if max(lengths, default=0) < MIN_POINTS:
-        needs = "it needs two lines of the log with a loss (--log-interval)"
-        raise UsageError(f"{needs}; {log} has fewer")
+        raise UsageError(f"{log} has fewer than two lines with a loss (--log-interval)")
     with quietly():
         from smoe_fairseq.analysis import figures  # imports matplotlib, perhaps missing
     panels = [panel for panel in (LOSS, SCORES, RATE) if panel in by_panel]

@@ -89,8 +89,7 @@ def train(dataset: Dataset, method: str, flags: Sequence[str], force_resume: boo
     claimed = [*words, *started]
     lasts = () if restored and not newer else folder.glob("checkpoint_last*.pt")
     for last in filter(is_cut_off, lasts):
-        advice = "delete it, and the same command resumes from the newest other checkpoint, if any"
-        raise UsageError(f"{last} is cut off: {advice}")
+        raise UsageError(f"{last} is cut off: delete it to resume from the newest other one")
     if not restored and (newest := newest_checkpoint(folder)):
         words, start = without_flags(words, {"finetune-from-model"}), []  # fairseq refuses both
         words += ["--restore-file", str(newest)]
@@ -372,6 +371,5 @@ def _check_complete(dataset: Dataset, words: Sequence[str]) -> None:
     present = flag_values(words).keys()
     for flags, example in REQUIRED_FLAGS.items():
         if not present & set(flags):
-            line = f"`{flags[0].lstrip('-')}: {example}`"
             places = f"behind the method, or in `train` of {dataset.file}"
-            raise UsageError(f"{flags[0]} is missing: expected it {places}, such as {line}")
+            raise UsageError(f"{flags[0]} is missing: expected it {places}, such as {example}")
