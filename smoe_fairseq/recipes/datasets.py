@@ -12,13 +12,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from smoe_fairseq.errors import UsageError
 from smoe_fairseq.forms import check, choice
-from smoe_fairseq.recipes.config_files import (
-    REQUIRED,
-    SCHEMA,
-    import_plugins_of,
-    method_file,
-    read,
-)
+from smoe_fairseq.recipes.config_files import REQUIRED, SCHEMA, import_plugins_of, method_file, read
 from smoe_fairseq.recipes.program_flags import (
     OF_METHODS,
     RECIPE_FLAGS,

@@ -25,13 +25,7 @@ from smoe_fairseq.recipes.evaluation import scores
 from smoe_fairseq.recipes.evaluation.evaluate import again, outdated_notes
 from smoe_fairseq.recipes.evaluation.external import numbers_of_lines
 from smoe_fairseq.recipes.evaluation.metrics import flags_for, metrics_of, parsed
-from smoe_fairseq.recipes.folders import (
-    Folders,
-    run_method,
-    run_seed,
-    runs_of,
-    test_file,
-)
+from smoe_fairseq.recipes.folders import Folders, run_method, run_seed, runs_of, test_file
 from smoe_fairseq.recipes.methods import method_flags
 from smoe_fairseq.recipes.training import identity
 

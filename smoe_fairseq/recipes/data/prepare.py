@@ -23,14 +23,7 @@ from smoe_fairseq.recipes.data.checks import print_checks
 from smoe_fairseq.recipes.data.download import remote_files
 from smoe_fairseq.recipes.data.finding import find
 from smoe_fairseq.recipes.datasets import Dataset, naming_settings
-from smoe_fairseq.recipes.folders import (
-    LEFT_OUT,
-    PARTIAL,
-    PREPARED,
-    SIZES,
-    Folders,
-    package_folder,
-)
+from smoe_fairseq.recipes.folders import LEFT_OUT, PARTIAL, PREPARED, SIZES, Folders, package_folder
 from smoe_fairseq.recipes.pretrained import is_foreign, plain_path, source_of, with_pretrained
 from smoe_fairseq.recipes.processes import command, recipe, run, warn
 from smoe_fairseq.recipes.program_flags import FAIRSEQ_POSITIONS, arguments, parse_flags, value_of
