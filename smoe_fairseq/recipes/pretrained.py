@@ -87,14 +87,6 @@ def with_pretrained(dataset: Dataset, binary: Path | None = None) -> Dataset:
     )
 
 
-def defaults_note(dataset: Dataset, words: Sequence[str]) -> str:
-    """A comment with the settings of fine-tuning that nobody has changed."""
-    flags = {f"--{name}": str(value) for name, value in TRAIN.items()}
-    given = flag_values(words)
-    usual = [f"{flag} {value}" for flag, value in flags.items() if given.get(flag) == value]
-    return f"# fine-tunes {dataset.start['source']} with {' '.join(usual)}" if usual else ""
-
-
 def started(dataset: Dataset, words: Sequence[str]) -> list[str]:
     """The flag in a run's identity for the model that it starts from; none if ``words`` restore another."""
     restored = flag_values(words).keys() & {"--restore-file", "--finetune-from-model"}

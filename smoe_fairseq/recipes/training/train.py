@@ -230,8 +230,7 @@ def plan(
     _check_complete(dataset, words)
     if dataset.start:
         pretrained.check_options(dataset, words)
-        if note := pretrained.defaults_note(dataset, words):
-            notes.insert(0, note)
+        notes.insert(0, f"# fine-tunes {dataset.start['source']}")
     return launch, words, notes
 
 
