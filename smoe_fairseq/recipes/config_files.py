@@ -152,9 +152,7 @@ _ODD = re.compile(r"[-+]?0[0-7_]+|[-+]?[1-9][\d_]*(:[0-5]?\d)+")
 def read(path: Path, keys: Collection[str]) -> dict[str, Any]:
     """The content of a YAML file; keys without a value are left out.
 
-    Raises:
-        UsageError: the file cannot be read, is not YAML, does not match `SCHEMA`, or has a key that is not
-            in ``keys``.
+    Raises UsageError if it cannot be read, is no YAML, does not match `SCHEMA`, or has a key not in ``keys``.
     """
     content = copy.deepcopy(_parsed(path, read_text(path)))
     check(content, Settings({key: SCHEMA[key] for key in keys}), path)

@@ -45,10 +45,7 @@ def is_foreign(source: Path) -> bool:
 
 
 def with_pretrained(dataset: Dataset, binary: Path | None = None) -> Dataset:
-    """The data set with the settings of the model that it was prepared with, if there is one.
-
-    Args:
-        binary: the folder of binarised text; by default the data set's.
+    """The data set with the settings of the model that its text in ``binary`` was prepared with, if any.
 
     Raises:
         UsageError: it was prepared without the given model or with another, or its file sets an architecture

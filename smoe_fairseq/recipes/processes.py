@@ -61,9 +61,6 @@ def environment(settings: Settings) -> dict[str, str]:
 def run(lines: Iterable[str | Callable], settings: Settings, variables: Mapping = {}) -> None:
     """Print comments, call steps (`commands.Step`), run other lines with bash; a dry run only prints all.
 
-    Args:
-        variables: added to the commands' environment.
-
     Raises:
         CommandError: a signal ended a command, or it failed and is not one of those that explain why.
         SystemExit: a command failed and explained why; or this process received a signal (status 128 + its

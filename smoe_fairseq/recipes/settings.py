@@ -111,11 +111,8 @@ class Settings:
     """What a recipe's flags and, where they are not given, environment variables say.
 
     An attribute is read, and raises UsageError for invalid text, when it is used: a command does not
-    refuse a variable that it does not use. Without arguments, all have their defaults.
-
-    Args:
-        flags: given values by variable; programs that the recipe starts inherit them.
-        variables: the environment's.
+    refuse a variable that it does not use. Without arguments, all have their defaults. ``flags`` are by
+    variable; programs that the recipe starts inherit them.
     """
 
     flags: Mapping[str, str] = field(default_factory=dict)

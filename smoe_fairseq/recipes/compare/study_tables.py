@@ -19,11 +19,7 @@ from smoe_fairseq.recipes.study.results import Result, Systems, means
 def systems_table(
     dataset: Dataset, systems: Systems, costs: Mapping[str, Sequence[float | None]]
 ) -> Grid:
-    """Size, cost, loss and scores of each system.
-
-    Args:
-        costs: parameters and FLOPs per token in millions, by method.
-    """
+    """Size, cost, loss and scores of each system; ``costs``: parameters and FLOPs per token, in millions."""
     timed = (r.about["machine"] for results in systems.values() for r in results if r.time)
     machines = list(dict.fromkeys(timed)) or [""]
     rows, measures = [], measures_of(dataset)

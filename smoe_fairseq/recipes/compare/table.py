@@ -33,11 +33,7 @@ class Column:
 
 
 def columns(dataset: Dataset, tested: tuple[str, ...]) -> list[Column]:
-    """The directions, or averages over classes of languages, in the paper's order; then the overall mean.
-
-    Args:
-        tested: the directions that have a test set.
-    """
+    """The ``tested`` directions or averages over classes of languages, in the paper's order; the mean."""
     if classes := dataset.classes or resource_classes(dataset):
         parts = _by_class(dataset, classes)
     else:

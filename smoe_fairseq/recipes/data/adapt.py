@@ -41,11 +41,7 @@ TASK = "translation_multi_simple_epoch"
 
 
 def task_of(source: Path) -> tuple[Path, dict]:
-    """The checkpoint of a run or of a file, and the settings of its task.
-
-    Raises:
-        UsageError: there is none, or it has no language tokens.
-    """
+    """The checkpoint of a run or file, and its task's settings; raises UsageError without language tokens."""
     checkpoint = checkpoint_of(source)
     state = open_checkpoint(checkpoint)
     task = dict(values_of((state.get("cfg") or {}).get("task")))
@@ -94,12 +90,8 @@ def check_languages(dataset: Dataset, known: Sequence[str]) -> None:
 def adapt(dataset: Dataset, source: Path, raw: Path, output: Path) -> None:
     """Write the model for a data set: ``pretrained.pt``, ``dict.txt``, ``spm.model``, ``pretrained.json``.
 
-    Args:
-        source: a run, a checkpoint or what ``smoe import`` wrote, with its text beside it.
-        raw: the data set's text.
-
-    Raises:
-        UsageError: the model lacks its text, or does not know a language.
+    ``source`` is a run, a checkpoint or what ``smoe import`` wrote, with its dictionary beside it. Raises
+    UsageError if the model lacks that, or does not know a language.
     """
     try:
         _adapt(dataset, source, raw, output)

@@ -30,13 +30,10 @@ from smoe_fairseq.subwords import SPECIAL, check_pieces, read_subwords, write_su
 def adopt(dataset: Dataset, source: Path, raw: Path, output: Path, longest: int = 0) -> None:
     """Use the data of an archive, or of the folder it was unpacked to, for training and evaluation.
 
-    The numbers of training pairs are written to ``sizes.json`` next to ``raw``.
-
-    Args:
-        raw: folder to write for the test text, in the shared layout.
-        output: folder to write for the binarised text, its dictionary and ``spm.model``. Test sets that the
-            archive has only as text are encoded and binarised. Files of a folder are linked if possible.
-        longest: maximum number of pieces in a line of such a test set; the rest is cut off. 0: no maximum.
+    Writes the test text to ``raw``, the numbers of training pairs to ``sizes.json`` next to it, and the
+    binarised text, its dictionary and ``spm.model`` to ``output``, where files of a folder are linked if
+    possible. Test sets that the archive has only as text are encoded, up to ``longest`` pieces (0: all) of a
+    line, and binarised.
     """
     check_replaceable(raw, [source])
     with whole_folder(output) as numbers, whole_folder(raw, replace=True) as text:

@@ -28,11 +28,7 @@ _PAGE = re.compile(rb"\s*<(!doctype html|html)\b", re.I)
 
 @dataclass(frozen=True)
 class Remote:
-    """A file to download; ``size`` in bytes and ``sha256`` if they are known.
-
-    Raises:
-        UsageError: ``url`` is not an address that can be read without a password.
-    """
+    """A file to download, of ``size`` bytes if that is known; raises UsageError for an invalid ``url``."""
 
     url: str
     name: str
@@ -51,8 +47,7 @@ class Remote:
 def remote_files(dataset: Dataset) -> list[Remote]:
     """The files to download for a data set: single files (``raw.url``) or ``raw.archives``.
 
-    Raises:
-        UsageError: `Remote` refuses an address, a checksum is of no file, or archives have the same name.
+    Raises UsageError as `Remote`, if a checksum is of no file, or archives have the same name.
     """
     if url := dataset.raw.get("url"):
         checksums, names, apart = dataset.raw.get("sha256", {}), {}, tells_apart(dataset)

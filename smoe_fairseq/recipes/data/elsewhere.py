@@ -8,11 +8,7 @@ from smoe_fairseq.recipes.data.readers import Languages, Pair, record_pair, some
 
 
 def read_datasets(source: Mapping, split: str, languages: Languages) -> Iterator[Pair]:
-    """The pairs in a split of a Hugging Face data set, or of a folder written by ``save_to_disk``.
-
-    Args:
-        source: ``datasets``, a name or a folder; ``config``; and ``splits``, its names of the splits.
-    """
+    """The pairs in a split of a Hugging Face data set, or of a folder of ``save_to_disk``, by ``source``."""
     try:
         import datasets
     except ImportError:

@@ -15,14 +15,8 @@ class Faults:
     """Finds the faults of pairs of sentences, one pair at a time.
 
     A pair is "repeated" from its second occurrence on, "equal" if both sides are the same, and has
-    "overlap" if a side is held out.
-
-    Args:
-        held_out: pairs for validation and test.
-        clean: setting of a data set: check only for the faults that it drops, and for empty sides.
-
-    Attributes:
-        leaked: the held-out sentences that have occurred, on each side and on both together.
+    "overlap" if a side is held out. With ``clean`` of a data set, only empty sides and the faults that it
+    drops are found. ``leaked`` has the held-out sentences that have occurred, on each side and on both.
     """
 
     def __init__(self, held_out: Iterable[Pair] = (), clean: Mapping[str, Any] | None = None):

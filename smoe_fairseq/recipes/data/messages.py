@@ -40,17 +40,9 @@ Pairs = dict[str, str]  # English text to translation
 def gather_messages(dataset: Dataset, source: Path, target: Path) -> None:
     """Write the pairs of all languages of ``dataset`` to ``target`` in the shared layout; see `raw.write`.
 
-    ``raw.messages`` of the data set has the archive's ``layout``, such as translations/source/{language}, the
-    minimum number of English ``words`` in a text, and for ``valid`` and ``test`` their ``share`` of all texts
-    and the maximum number of pairs of a language (``most``). ``raw.codes`` maps languages to the archive's
-    codes if these differ.
-
-    Args:
-        source: the archive, or a folder with one archive.
-
-    Raises:
-        UsageError: the archive is missing, damaged, or has another layout or lacks a language; or a language
-            has no pair to train or validate on.
+    ``source`` is the archive, or a folder with one; configs/datasets/libreoffice.yaml explains
+    ``raw.messages``. Raises UsageError if the archive is missing or damaged, has another layout or lacks a
+    language; or if a language has no pair to train or validate on.
     """
     archive = _archive(source)
     for pair in dataset.pairs:

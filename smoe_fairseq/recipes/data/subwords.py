@@ -110,15 +110,9 @@ def learn_from(
 ) -> None:
     """Train a model on files of text; writes ``output/spm.model`` and ``output/dict.txt``.
 
-    If the text is too small for the vocabulary size, the vocabulary is smaller.
-
-    Args:
-        files: plain text in UTF-8, perhaps compressed.
-        normalization: how the model normalises text: ``nfc`` (see `normalization`), ``nfkc`` (sentencepiece's
-            ``nmt_nfkc``, which changes Chinese punctuation and more), ``identity``, or a file of
-            sentencepiece's rules.
-        user_defined_symbols: pieces that are never divided; with ``nfc`` they are composed, too.
-        options: other options of sentencepiece.
+    If the text is too small for the vocabulary size, the vocabulary is smaller. Files may be compressed.
+    ``normalization`` is ``nfc`` (see `normalization`; symbols are composed, too), ``nfkc`` (sentencepiece's
+    ``nmt_nfkc``), ``identity``, or a file of sentencepiece's rules. ``options`` are others of sentencepiece.
 
     Raises:
         UsageError: sentencepiece cannot learn from the text, or needs too much memory.

@@ -94,11 +94,8 @@ def parallel_map(
 ) -> Iterator[Callable[[Iterable], Iterator]]:
     """Yield ``apply``: ``apply(units)`` computes ``function(unit)`` in parallel, in the units' order.
 
-    The function is sent to each process once. The processes end with the context, or with this process.
-
-    Args:
-        workers: maximum number of processes; 1: compute in this process.
-        size: bytes of all units. Each process gets at least a `CHUNK`.
+    The function is sent once to each of up to ``workers`` processes (1: it runs in this one). They end with
+    the context, or with this process. ``size``: bytes of all units; each process gets at least a `CHUNK`.
     """
     workers = min(workers, -(-size // CHUNK))
     if workers < 2:

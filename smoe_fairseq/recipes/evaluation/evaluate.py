@@ -84,10 +84,7 @@ def outdated_notes(dataset: Dataset, run: str) -> list[str]:
 def evaluate(dataset: Dataset, method: str, flags: Sequence[str], checkpoint: str = "") -> None:
     """Translate and score every direction that has test data, and write ``scores.json``.
 
-    Args:
-        flags: of ``fairseq-generate``; a dry run prints equivalent commands.
-        checkpoint: best, last, or average:N of the last N checkpoints of updates or epochs; by default the
-            data set's.
+    ``flags`` are of ``fairseq-generate``; a dry run prints equivalent commands.
 
     Raises:
         UsageError: the method is unknown, its checkpoint or the test text is missing, a flag or a file is

@@ -58,8 +58,7 @@ class External:
     def score(self, directions: Mapping[str, Texts], folder: Path, settings: Settings) -> None:
         """Write ``folder/DIRECTION.NAME.json`` for each direction that has no score of this signature.
 
-        Raises:
-            UsageError: the command failed, or gives anything but a number for each line.
+        Raises UsageError if the command fails, or gives anything but a number for each line.
         """
         left = {name: t for name, t in directions.items() if not self._has_scored(folder, name)}
         for part in [left] if self.at_once and left else [{name: t} for name, t in left.items()]:
@@ -126,11 +125,9 @@ def _content(file: Path) -> str:
 
 
 def comet(program: list[str], model: str) -> External:
-    """COMET by ``comet-score`` of another environment: ``unbabel-comet`` 2.2.7 needs numpy below 2.
+    """COMET by ``comet-score`` (path, and flags) of another environment: it needs numpy below 2.
 
-    Args:
-        program: its path, and flags.
-        model: the name or the ``.ckpt`` file of a model.
+    ``model`` is the name or the ``.ckpt`` file of one.
     """
     if shutil.which(program[0]) is None:
         expected = "expected comet-score of an environment with unbabel-comet (docs/recipes.md)"

@@ -58,12 +58,10 @@ def translate_all(
     directions: Sequence[str],
     done: Callable[[int], None],
 ) -> Iterator[str]:
-    """Yield each direction as soon as it is translated.
+    """Yield each direction as soon as it is translated; they start in the given order.
 
-    Args:
-        gpus, threads: from `choose_devices`.
-        directions: in the order in which to start them.
-        done: called with the number of sentences of each batch; with several GPUs, of each direction.
+    ``gpus`` and ``threads`` are from `choose_devices`. ``done`` is called with the number of sentences of
+    each batch; with several GPUs, of each direction.
 
     Raises:
         UsageError: an argument, the checkpoint or the data is invalid; or a process was killed.
@@ -98,11 +96,7 @@ def _gpu_worker(queue, evaluation: Evaluation) -> Callable[[str], int]:
 
 
 class Model:
-    """The model of an evaluation's checkpoint, loaded with the first test set that it translates.
-
-    Args:
-        threads: number of batches in parallel on a CPU.
-    """
+    """The model of a checkpoint, loaded with its first test set; a CPU has ``threads`` batches at once."""
 
     def __init__(self, evaluation: Evaluation, threads: int):
         self.evaluation, self.threads = evaluation, threads

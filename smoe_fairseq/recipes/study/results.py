@@ -237,8 +237,7 @@ def _experts_per_token(logged: Mapping[int, Mapping[str, float]]) -> float | Non
 def commands(dataset: Dataset, run: Path, strata: bool, sharded: bool) -> list[str]:
     """The commands on the test set: with strata for `routing_summary`, with ``keep`` for "kept_loss".
 
-    Args:
-        sharded: the evaluation has joined the experts of all ranks in one checkpoint.
+    ``sharded``: the evaluation has joined the experts of all ranks in one checkpoint.
     """
     checkpoint, lines = checkpoint_file(run, dataset.checkpoint), []
     tested = [d for d in dataset.all_directions if test_file(dataset, d, d.split("-")[1]).exists()]

@@ -63,16 +63,10 @@ def plan_batch(
     """Divide the batch over the ranks.
 
     The batch is ``BATCH`` (a name of the data set or a number of tokens), else the data set's ``paper``,
-    else that of ``flags`` and ``extra`` on one rank. It is divided into the same forward passes if the number
-    of ranks allows it. The user's ``--update-freq``, and ``--max-tokens`` with a ``BATCH``, are not changed.
-
-    Args:
-        flags: of the recipe.
-        extra: the user's flags.
-        least: minimum tokens of a forward pass.
-
-    Returns:
-        None if no batch is set, or ``--update-freq`` is a list, with a number for each epoch.
+    else that of ``flags`` (the recipe's) and ``extra`` (the user's) on one rank; None if none is set, or
+    ``--update-freq`` is a list, with a number for each epoch. It is divided into the same forward passes, of
+    ``least`` tokens or more, if the number of ranks allows it. The user's ``--update-freq``, and
+    ``--max-tokens`` with a ``BATCH``, are not changed.
 
     Raises:
         UsageError: ``BATCH`` is neither a name nor a number, a flag is not a number, or the ranks cannot

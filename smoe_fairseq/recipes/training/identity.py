@@ -83,14 +83,9 @@ def claim(
 ) -> bool:
     """Lock ``--save-dir`` for this process; if it contains a run, check that it is the same.
 
-    Args:
-        data: the folder with the dictionaries.
-        words: the arguments of ``fairseq-train``.
-        force: only warn if flags differ.
-        machines: how many machines call this for one run. The first locks the folder, the others join.
-
-    Returns:
-        False if the run has been trained to the limits in ``words``.
+    ``data`` has the dictionaries, ``words`` are those of ``fairseq-train``. With ``force``, other flags only
+    cause a warning. The first of the ``machines`` of a run locks the folder, the others join it. Returns
+    False if the run has been trained to the limits in ``words``.
 
     Raises:
         UsageError: another process trains there, or the folder contains another run.

@@ -13,11 +13,7 @@ _STAGED = re.compile(r"resharded-(\d+)-to-\d+(\.moving)?")
 
 
 def reshard_lines(folder: Path, ranks: int) -> list[str | Step]:
-    """The step to run before resuming, with a comment; empty if the number of ranks is the same.
-
-    Args:
-        ranks: the number of ranks that share the experts; 1 if each has all.
-    """
+    """The step, with a comment, to run before ``ranks`` share the experts (1: each has all), if any."""
     saved = _ranks_of(folder)
     unfinished = any(_STAGED.fullmatch(path.name) for path in folder.glob("resharded-*"))
     if not unfinished and saved in (0, ranks):

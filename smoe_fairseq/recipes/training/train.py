@@ -59,12 +59,7 @@ REQUIRED_FLAGS = {
 
 
 def train(dataset: Dataset, method: str, flags: Sequence[str], force_resume: bool = False) -> None:
-    """Train a method, or resume from its last checkpoint.
-
-    Args:
-        flags: of fairseq-train; they override those of the recipe.
-        force_resume: resume a run even if its flags differ.
-    """
+    """Train a method, or resume it; ``flags`` of fairseq-train override those of the recipe."""
     if "TORCHELASTIC_RUN_ID" in os.environ:
         raise UsageError("torchrun: a recipe starts it itself; expected --gpus instead")
     folders = Folders(dataset)
@@ -146,10 +141,8 @@ def _run_lines(
 ) -> None:
     """Run or print the commands of a training, and draw its picture.
 
-    Args:
-        words, start: arguments of ``fairseq-train``; the latter are of a run's begin alone.
-        notes: comments to print before.
-        upcycle: commands that give experts to the pretrained model.
+    ``words`` and ``start`` are for ``fairseq-train``, the latter only to begin a run; ``upcycle`` has the
+    commands that give experts to the pretrained model before; ``notes`` are comments to print.
     """
     values = flag_values(words)
     folder = Path(values["--save-dir"])
