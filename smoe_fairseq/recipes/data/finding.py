@@ -38,11 +38,6 @@ class Section:
     beside: tuple[str, ...] = ()  # all languages that are read from the file of both
 
     @property
-    def is_divided(self) -> bool:
-        """Whether it is a part of a text that holds all splits."""
-        return self.hash_range is not None or self.stop is not None
-
-    @property
     def size(self) -> int:
         """Bytes to read, as an estimate: compressed files count three times."""
         files = {file for file in self.files.values() if file is not None}
