@@ -15,7 +15,7 @@ from smoe_fairseq.recipes.compare.grid import Grid, number
 from smoe_fairseq.recipes.compare.statistics import (
     PERMUTATIONS,
     SAMPLES,
-    interval,
+    in_words,
     mean_p_value,
     p_value,
     permutation_p,
@@ -182,8 +182,8 @@ def _paired_note(systems: Collection["_System"], points: Sequence[Sequence[float
     apart = [second[seed] - first[seed] for seed in first if seed in second]
     if len(apart) < 2:
         return []
-    shown = f"{interval(apart)}, 95 percent interval (paired t)"
-    return [f"within the {len(apart)} seeds of both: {shown}"]
+    difference = f"{in_words(apart)}, 95 percent interval (paired t)"
+    return [f"within the {len(apart)} seeds of both: {difference}"]
 
 
 def _row(points: Sequence[Sequence[float]], p: float | None) -> list[str]:

@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 
 from smoe_fairseq.analysis.figures import DARK, LIGHT, MIDDLE, new, styled
 from smoe_fairseq.recipes.compare.grid import MISSING, Grid
-from smoe_fairseq.recipes.compare.statistics import LEVEL, Difference, verdicts
+from smoe_fairseq.recipes.compare.statistics import LEVEL, Difference, in_words, interval, verdicts
 from smoe_fairseq.recipes.datasets import Dataset
 from smoe_fairseq.recipes.evaluation import scores
 from smoe_fairseq.recipes.program_flags import value_of
@@ -116,7 +116,7 @@ def statements_table(
         row = [s.name, f"{s.first} and {s.second}", str(len(judged["loss"][i][0].by_seed)), cost]
         for name, measure in measures.items():
             diff, verdict = judged[name][i]
-            cell = format(diff.interval(), f"+.{measure.digits}f") if diff.by_seed else MISSING
+            cell = in_words(diff.values, measure.digits) if diff.by_seed else MISSING
             row += [cell, verdict]
         rows.append(row)
     header = ["statement", "systems", "seeds", "FLOPs"]
@@ -175,10 +175,9 @@ def draw_statements(
             if not diff.by_seed:
                 continue
             ax.plot(diff.values, [y] * len(diff.values), "o", ms=3, color=MIDDLE, alpha=0.7)
-            interval = diff.interval()
-            if interval.low is not None:
-                ax.plot([interval.low, interval.high], [y, y], "-", lw=2, color=DARK)
-            ax.plot([interval.mean], [y], "D", ms=5, color=DARK)
+            mean, *ends = interval(diff.values)
+            ax.plot(ends, [y, y], "-", lw=2, color=DARK)
+            ax.plot([mean], [y], "D", ms=5, color=DARK)
         better = "left" if measure.sign < 0 else "right"
         ax.set_title(f"{name}: the first is better on the {better}", fontsize=9)
         ax.set_xlabel(measure.unit)

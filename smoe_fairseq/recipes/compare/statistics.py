@@ -18,31 +18,22 @@ LEVEL = 0.05
 AHEAD, BEHIND, EQUAL, OPEN = "ahead", "behind", "equal within the margin", "open"
 
 
-@dataclass(frozen=True)
-class Interval:
-    """A ``mean`` over seeds with its 95 percent interval, which a single seed does not have."""
-
-    mean: float
-    low: float | None
-    high: float | None
-
-    def __format__(self, spec: str) -> str:
-        """``spec`` is the format of each number."""
-        numbers = (self.mean, self.low, self.high)
-        mean, low, high = (None if n is None else format(n, spec or "+.2f") for n in numbers)
-        return mean if low is None else f"{mean} [{low}, {high}]"
-
-
-def interval(values: Sequence[float]) -> Interval:
-    """The mean and the interval of Student's t-test."""
+def interval(values: Sequence[float]) -> tuple[float, float, float]:
+    """The mean over seeds, and the ends of its 95 percent t interval, which are NaN for a single seed."""
     count, mean = len(values), statistics.fmean(values)
     if count < 2:
-        return Interval(mean, None, None)
+        return mean, math.nan, math.nan
     from scipy import special  # slow to import
 
     error = float(np.std(values, ddof=1)) / math.sqrt(count)
     width = float(special.stdtrit(count - 1, 0.975)) * error
-    return Interval(mean, mean - width, mean + width)
+    return mean, mean - width, mean + width
+
+
+def in_words(values: Sequence[float], digits: int = 2) -> str:
+    """The mean over seeds with its `interval`, which a single seed does not have."""
+    mean, low, high = (f"{number:+.{digits}f}" for number in interval(values))
+    return f"{mean} [{low}, {high}]" if len(values) > 1 else mean
 
 
 def spearman(first: np.ndarray, second: np.ndarray) -> float:
@@ -106,10 +97,6 @@ class Difference:
     def values(self) -> np.ndarray:
         return np.array(list(self.by_seed.values()), dtype=float)
 
-    def interval(self) -> Interval:
-        """The mean and its 95 percent interval by Student's t; needs at least one seed."""
-        return interval(self.values)
-
     def p_different(self) -> float:
         """The p-value of the two-sided t-test that the mean is not zero."""
         return self._p(0, "two-sided")
@@ -147,6 +134,6 @@ def verdicts(differences: Sequence[Difference], sign: int) -> list[str]:
             return EQUAL
         if p_different >= LEVEL:
             return OPEN
-        return AHEAD if sign * d.interval().mean > 0 else BEHIND
+        return AHEAD if sign * statistics.fmean(d.values) > 0 else BEHIND
 
     return [*map(verdict, differences, equal, different)]
