@@ -117,10 +117,8 @@ class Dataset:
     def in_text(self) -> "Dataset":
         """The data set with the codes of its text, in place of those of a pretrained model."""
         codes = {model: code for code, model in self.codes.items()}
-        pairs, keep = (
-            tuple(translated(p, codes) for p in each) for each in (self.pairs, self.keep)
-        )
-        return replace(self, pairs=pairs, keep=keep)
+        pairs, keep = ([translated(p, codes) for p in own] for own in (self.pairs, self.keep))
+        return replace(self, pairs=tuple(pairs), keep=tuple(keep))
 
     def pair_of(self, direction: str) -> str:
         """The pair whose files contain a direction's text."""

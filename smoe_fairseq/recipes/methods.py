@@ -37,9 +37,7 @@ def method_flags(name: str, dataset: Dataset) -> Flags:
             return value
         value = value.replace("{strata}", strata).replace("{layers}", strata.replace("-", ","))
         value = value.replace("{moe-freq}", str(value_of(dataset.train, "moe-freq", MOE_FREQ)))
-        value = re.sub(
-            r"\{ffn-(\d)/(\d)\}", lambda part: _part_of_ffn(dataset, *part.groups()), value
-        )
+        value = re.sub(r"\{ffn-(\d)/(\d)\}", lambda p: _part_of_ffn(dataset, *p.groups()), value)
         if "{experts}" in value and dataset.experts is None:
             needed = f"`experts` is missing, and {name} needs it; expected a number such as 8"
             raise UsageError(f"{dataset.file}: {needed}")

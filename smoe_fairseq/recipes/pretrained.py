@@ -114,9 +114,8 @@ def upcycled_flags(dataset: Dataset, words: Sequence[str]) -> list[str] | None:
     names = filter(is_moe_option, SMoETransformerConfig.names())
     moe = {name: flags[f] for name in names if (f := flag_of(name)) in flags}
     moe.pop("expert_parallel", None)
-    config = SMoETransformerConfig(
-        **{name: int(value) for name, value in moe.items() if name.endswith("moe_freq")}
-    )
+    layers = {name: int(value) for name, value in moe.items() if name.endswith("moe_freq")}
+    config = SMoETransformerConfig(**layers)
     if not any(map(config.moe_freq_of, config.SIDES)):
         return None
     return arguments({flag_of(name)[2:]: value or True for name, value in moe.items()})

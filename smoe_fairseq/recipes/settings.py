@@ -132,9 +132,7 @@ class Settings:
     data_dir = Setting("DIR", "folder of prepared data sets", "data", _folder("data"))
     run_dir = Setting("DIR", "folder of runs", "runs", _folder("runs"))
     results_dir = Setting("DIR", "folder of a study's results", "results", _folder("results"))
-    config_dir = Setting(
-        "DIR", "folder of data sets and methods", "configs of the checkout", _configs
-    )
+    config_dir = Setting("DIR", "folder of data sets and methods", "the checkout's", _configs)
     comet = Setting("PROGRAM", "path of comet-score, to add COMET scores", "no COMET")
     comet_model = Setting("NAME", "model of COMET", "Unbabel/wmt22-comet-da")
     forecast = Setting(

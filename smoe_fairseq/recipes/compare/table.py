@@ -38,9 +38,7 @@ def columns(dataset: Dataset, tested: tuple[str, ...]) -> list[Column]:
         parts = _by_class(dataset, classes)
     else:
         parts = [Column(direction, (direction,)) for direction in tested]
-    kept = [
-        Column(f"{direction} (not trained)", (direction,)) for direction in dataset.kept_directions
-    ]
+    kept = [Column(f"{kept} (not trained)", (kept,)) for kept in dataset.kept_directions]
     return [*parts, Column("average", tested), *kept]
 
 
@@ -193,9 +191,8 @@ def _are_comparable(points: Mapping[str, tuple[float, str]]) -> bool:
         return metrics.tokenizer_of({"tokenize": metrics.AUTO}, direction.split("-")[1])
 
     # The signature of a tokenizer by MeCab has the versions of it and of its dictionary.
-    kinds = {
-        re.sub(rf"tok:{re.escape(usual(d))}[^|]*", "tok:auto", s) for d, s in signatures.items()
-    }
+    pairs = signatures.items()
+    kinds = {re.sub(rf"tok:{re.escape(usual(d))}[^|]*", "tok:auto", s) for d, s in pairs}
     return len(set(signatures.values())) <= 1 or len(kinds) == 1
 
 

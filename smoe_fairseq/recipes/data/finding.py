@@ -134,9 +134,7 @@ class _Place:
         Raises UsageError if several folders have one.
         """
         below = (replace(self, source=path) for path in sorted(self.source.glob("[!.]*/")))
-        found = self._named_folders() or [
-            each for place in below for each in place._named_folders()
-        ]
+        found = self._named_folders() or [x for place in below for x in place._named_folders()]
         if len(found) > 1:
             raise _both_match(*found)
         return found[0] if found else None
@@ -201,9 +199,7 @@ class _Place:
         """The names of the pair, in either order; by meaning those in names of files after ``before``."""
         first, second = self.languages
         known = [(first, second), tuple(self.codes.get(each, each) for each in self.languages)]
-        exact = [
-            *dict.fromkeys(f"{a}-{b}" for one, two in known for a, b in ((one, two), (two, one)))
-        ]
+        exact = [*dict.fromkeys(order for a, b in known for order in (f"{a}-{b}", f"{b}-{a}"))]
         if not by_meaning:
             return exact
         wanted, found = known[1], {}

@@ -157,9 +157,8 @@ def _messages(archive: Path, path: PurePosixPath, content: bytes) -> list[tuple[
     try:
         text = _LINE_ENDS.sub(" ", content.decode("utf-8"))
         if match := _UNENDED.search(text):
-            raise ValueError(
-                f"line {text.count(chr(10), 0, match.start()) + 1} has a string without its end"
-            )
+            line = text.count("\n", 0, match.start()) + 1
+            raise ValueError(f"line {line} has a string without its end")
         entries = polib.pofile(text)
     except (UnicodeDecodeError, OSError, ValueError) as error:
         raise UsageError(f"{archive}: {path} is not a file of messages: {error}") from None

@@ -129,10 +129,9 @@ def changed_setting(dataset: Dataset, flags: Sequence[str] | None = None) -> str
     if flags is None:  # `with_pretrained` compares the model
         others |= {"pretrained"}
         before["subwords"] = before["subwords"][: len(now["subwords"])]
-    changed = (
-        key for key in now.keys() - others if (before.get(key) or None) != (now[key] or None)
-    )
-    return next((f"`{key}`" for key in sorted(changed)), None)
+    compared = sorted(now.keys() - others)
+    changed = (key for key in compared if (before.get(key) or None) != (now[key] or None))
+    return next((f"`{key}`" for key in changed), None)
 
 
 def _record(dataset: Dataset) -> dict[str, dict]:

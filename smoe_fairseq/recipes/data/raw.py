@@ -85,9 +85,8 @@ def write(
             for (key, section), count in zip(parts, apply(units), strict=True):
                 counts[key] = count
                 advance(section.size)
-        left_out = {
-            translated(pair, dataset.codes): dict(counts["train", pair]) for pair in dataset.pairs
-        }
+        pairs = {pair: translated(pair, dataset.codes) for pair in dataset.pairs}
+        left_out = {name: dict(counts["train", pair]) for pair, name in pairs.items()}
         # Beside the text; or in it, if it is to replace other text, until it does.
         text = partial / target.name if target.suffix == PARTIAL else target
         write_sizes(text, {pair: count["kept"] for pair, count in left_out.items()})

@@ -28,9 +28,7 @@ Pair = tuple[str | None, str | None]
 Names = tuple[str, ...]
 MAX_LINE_BYTES = 1 << 24  # a longer line may be a whole file without line ends
 # What no file of sentences begins with: WMT's .sgm, XML and HTML, such as a page in place of a download.
-_MARKUP_FILE = re.compile(
-    r"\s*<(\?xml|!doctype|html|srcset|refset|tstset|mteval|tmx|xliff)\b", re.I
-)
+_MARKUP = re.compile(r"\s*<(\?xml|!doctype|html|srcset|refset|tstset|mteval|tmx|xliff)\b", re.I)
 
 
 def ending_of(path: Path) -> str:
@@ -59,7 +57,7 @@ def lines(path: Path) -> Iterator[str]:
                     raise UsageError(f"{path} is compressed: {expected}") from None
                 reason = f"{error.reason}; convert it, as `iconv -t utf-8` does"
                 raise UsageError(f"{path}, line {number}, is not UTF-8 text: {reason}") from None
-            if number == 1 and (markup := _MARKUP_FILE.match(text)):
+            if number == 1 and (markup := _MARKUP.match(text)):
                 expected = "expected text alone, a sentence or record per line"
                 raise UsageError(f"{path} begins with {markup[0].strip()}: {expected}")
             if number == 1 and not line.endswith(b"\n") and "\r" in text.rstrip("\r"):

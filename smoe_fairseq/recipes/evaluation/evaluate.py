@@ -51,12 +51,10 @@ def again(dataset: Dataset, run: str) -> str:
 
 def state_notes(dataset: Dataset, run: str) -> list[str]:
     """Notes on a run that is not what its folder's name says, or has changed since it was scored."""
-    folders, notes = Folders(dataset), []
+    folders, notes, seed = Folders(dataset), [], run_seed(run, dataset)
     if folders.binary.exists():  # else the dictionaries are unknown
         try:
-            identity.check(
-                folders.runs / run, run_method(run), run_seed(run, dataset), folders.binary
-            )
+            identity.check(folders.runs / run, run_method(run), seed, folders.binary)
         except UsageError as error:
             notes.append(f"{run}: {error}")
     return [*notes, *outdated_notes(dataset, run)]
@@ -72,9 +70,8 @@ def outdated_notes(dataset: Dataset, run: str) -> list[str]:
     with suppress(UsageError, OSError):  # not scored, or its checkpoints are gone
         which, contents = scores.checkpoint_of(folder)
         before = run == PRETRAINED
-        if contents and contents != (
-            _pretrained(dataset) if before else fingerprints(folder, which)
-        ):
+        now = _pretrained(dataset) if before else fingerprints(folder, which)
+        if contents and contents != now:
             file = pretrained.MODEL if before else checkpoint_file(folder, which).name
             other = f"{file} is another one than was scored"
             notes.append(f"{run}: {other}: {again(dataset, run)}")

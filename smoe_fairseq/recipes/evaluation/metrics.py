@@ -66,12 +66,9 @@ def metrics_of(args: Namespace, references: Sequence[str]) -> list:
     from sacrebleu.metrics import METRICS
     from sacrebleu.utils import args_to_dict
 
-    return [
-        METRICS[name.upper()](
-            **args_to_dict(args, name.lower(), strip_prefix=True), references=[list(references)]
-        )
-        for name in sorted(args.metrics)
-    ]
+    names = [name.lower() for name in sorted(args.metrics)]
+    own = {name: args_to_dict(args, name, strip_prefix=True) for name in names}
+    return [METRICS[name.upper()](references=[list(references)], **own[name]) for name in names]
 
 
 def parsed(settings: Flags) -> Namespace:

@@ -351,15 +351,14 @@ def _difference(saved: dict, own: dict, data: Path) -> str | None:
         for name in {**own["flags"], **saved["flags"]}:
             before, after = (identity["flags"].get(name) for identity in (saved, own))
             old, new = (f"{name} {value}".strip() for value in (before, after))
+            most = 0.5 if is_rounded and name == sentences else TOLERANCE
             if before is None:
                 parts.append(f"without {new}, which is given now")
             elif after is None:
                 parts.append(f"with {old}, which is not given now")
             elif name == STARTED and before != after:
                 parts.append(f"from another model than {data / MODEL} is now")
-            elif not _equal(
-                name, before, after, 0.5 if is_rounded and name == sentences else TOLERANCE
-            ):
+            elif not _equal(name, before, after, most):
                 parts.append(f"with {old}, not with {new}")
     return f"was started {'; and '.join(parts)}" if parts else None
 

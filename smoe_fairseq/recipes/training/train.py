@@ -122,9 +122,8 @@ def train(dataset: Dataset, method: str, flags: Sequence[str], force_resume: boo
 
 def _newer_than_restored(folder: Path, given: str | None) -> Path | None:
     """The run's last checkpoint, if a run that began with the given file, or one after it, saved that."""
-    last = max(
-        folder.glob("checkpoint_last*.pt"), key=lambda path: path.stat().st_mtime_ns, default=None
-    )
+    lasts = folder.glob("checkpoint_last*.pt")
+    last = max(lasts, key=lambda path: path.stat().st_mtime_ns, default=None)
     if given is None or last is None or not Path(given).is_file():
         return None
     is_newer = last.stat().st_mtime_ns > Path(given).stat().st_mtime_ns
