@@ -114,10 +114,7 @@ _OPTIONS = {
         "metavar": "WHICH",
         "help": "best, last, or average:N of the last N that were saved (default: the data set's, best)",
     },
-    "force_resume": {
-        "action": "store_true",
-        "help": "resume although the flags differ from those of the run's start",
-    },
+    "force_resume": {"action": "store_true", "help": "resume although text or flags differ"},
 }
 
 

@@ -134,9 +134,8 @@ def download(remote: Remote, target: Path) -> None:
             if refused or attempt == ATTEMPTS:
                 raise OSError(str(error)) from error
         print(f"{target.name}: interrupted, resuming", file=sys.stderr, flush=True)
-    if fault := _fault(remote, part) or (
-        None if measured or remote.size or remote.sha256 else _cut_off(part)
-    ):
+    known = measured or remote.size or remote.sha256
+    if fault := _fault(remote, part) or (None if known else _cut_off(part)):
         part.unlink()
     else:
         with _writing(part):

@@ -26,10 +26,7 @@ def read_datasets(source: Mapping, split: str, languages: Languages) -> Iterator
     except Exception as error:  # of the hub, the network, the file system or pyarrow
         reason = " ".join(str(error).split())[:300]
         raise UsageError(f"{place} cannot be loaded ({type(error).__name__}: {reason})") from None
-    pairs = (
-        record_pair(record, languages, f"{place}, record {number}")
-        for number, record in enumerate(records, 1)
-    )
+    pairs = (record_pair(r, languages, f"{place}, record {n}") for n, r in enumerate(records, 1))
     yield from some_complete(pairs, place, languages)
 
 

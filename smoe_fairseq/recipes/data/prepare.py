@@ -335,14 +335,11 @@ def _binarised(
         # In a process of its own, since no signal interrupts sentencepiece.
         pairs = ("--pairs", ",".join(dataset.pairs))
         yield recipe("learn", raw_text, partial, *pairs, *arguments(dataset.subwords), *flags)
-    options = {
-        "pairs": ",".join(dataset.all_pairs),
-        "longest": _longest(dataset),
-        "workers": _workers(dataset),
-    }
+    pairs, workers = ",".join(dataset.all_pairs), _workers(dataset)
+    options = {"pairs": pairs, "longest": _longest(dataset), "workers": workers}
     yield Step("encode", partial / "spm.model", raw_text, text, shards=dataset.shards, **options)
     yield f"# {dataset.name}: binarise; one set of files serves both directions of a pair"
-    yield Step("binarise", dataset, text, partial / "dict.txt", partial, workers=_workers(dataset))
+    yield Step("binarise", dataset, text, partial / "dict.txt", partial, workers=workers)
 
 
 def _replaced(dataset: Dataset, raw_text: Path, partial: Path) -> Iterator[str]:

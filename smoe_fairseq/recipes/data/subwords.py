@@ -35,10 +35,7 @@ _LONGEST = 4192  # bytes of a line; sentencepiece leaves out longer ones
 _SPECIAL_PIECES = 3  # <unk>, <s> and </s>, which fairseq adds to every dictionary
 # Measured bytes of memory per byte of training text (docs/reproduce.md).
 _BYTES_PER_BYTE = {"unigram": 21, "bpe": 6}
-_LEARN = (
-    "learn a sentencepiece model; writes DIR/spm.model and DIR/dict.txt, for --srcdict and "
-    "--tgtdict of fairseq-preprocess"
-)
+_LEARN = "learn a sentencepiece model: DIR/spm.model, and DIR/dict.txt for fairseq-preprocess"
 # sentencepiece's rule names, by value of --normalization.
 _NAMES = {"nfkc": "nmt_nfkc", "identity": "identity"}
 # A line in a file of rules for sentencepiece.

@@ -97,10 +97,7 @@ def _joined(directions: Mapping[str, Texts], folder: Path) -> Texts:
 
 def externals_of(dataset: Dataset) -> list[External]:
     """COMET if its program is set, and the data set's own; raises UsageError if the program is missing."""
-    own = [
-        External(name, words, words + _contents(words), _printed)
-        for name, words in dataset.metrics.items()
-    ]
+    own = [External(name, w, w + _contents(w), _printed) for name, w in dataset.metrics.items()]
     program = shlex.split(dataset.settings.comet)
     return [*([comet(program, dataset.settings.comet_model or MODEL)] if program else []), *own]
 

@@ -58,12 +58,10 @@ class Run:
     @property
     def line(self) -> str:
         """The commands, which do not repeat complete training and evaluation."""
-        steps = [
-            recipe("train", self.dataset.name, self.method, *self.flags),
-            recipe("evaluate", self.dataset.name, self.method),
-        ]
+        train = recipe("train", self.dataset.name, self.method, *self.flags)
+        evaluate = recipe("evaluate", self.dataset.name, self.method)
         after = results.commands(self.dataset, self.folder, self.strata, self.sharded)
-        return " && ".join([*steps, *after])
+        return " && ".join([train, evaluate, *after])
 
     def done(self) -> int:
         """The updates so far, according to the end of the log; never fewer than it said before."""
