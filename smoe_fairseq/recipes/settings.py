@@ -136,7 +136,7 @@ class Settings:
     comet = Setting("PROGRAM", "path of comet-score, to add COMET scores", "no COMET")
     comet_model = Setting("NAME", "model of COMET", "Unbabel/wmt22-comet-da")
     forecast = Setting(
-        "", "no forecast of memory", "forecast", _whole(0, 1, 1), "--no-forecast", "0"
+        "", "do not forecast the memory", "forecast", _whole(0, 1, 1), "--no-forecast", "0"
     )
     dry_run = Setting("", "print the commands and run nothing", "run them", _whole(0, 0, 1))
     omp_num_threads = Setting("", "", "cores, divided by runs", _threads)
