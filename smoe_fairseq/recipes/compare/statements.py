@@ -147,8 +147,10 @@ def _left_out(statements: Sequence[Statement], parts: Sequence[Systems]) -> list
         updates = [(a.about.get("updates"), b.about.get("updates")) for _, (a, b) in both]
         if different := next((pair for pair in updates if pair[0] != pair[1]), None):
             lengths.append(f"{s.first} {different[0]:,} and {s.second} {different[1]:,}")
-    start = "- **Seeds left out**, since machine, torch or pretrained model of the systems differ"
-    notes = [f"{start}: {'; '.join(pairs_left_out)}."] if pairs_left_out else []
+    notes = []
+    if pairs_left_out:
+        differ = "since machine, torch or pretrained model of the two systems differ"
+        notes.append(f"- **Seeds left out**, {differ}: {'; '.join(pairs_left_out)}.")
     everything = [r for systems in parts for results in systems.values() for r in results]
     if diverged := [result.name for result in everything if result.diverged]:
         start = "- **Runs left out**, since their last loss is not finite"

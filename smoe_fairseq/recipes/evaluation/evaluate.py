@@ -218,7 +218,7 @@ def _translate(evaluation: Evaluation) -> None:
         count = len(evaluation.directions)
         settings = evaluation.dataset.settings
         gpus, threads = translations.choose_devices(settings, len(left), evaluation.extra)
-        place = f"GPU {', '.join(gpus)}" if gpus else f"the CPU ({threads} threads)"
+        place = f"GPU {', '.join(gpus)}" if gpus else f"the CPU (threads: {threads})"
         print(f"# {len(left)} of {count} directions on {place}, the longest first", flush=True)
         try:
             with progress("evaluate", sum(lines.values()), "sentences") as advance:
