@@ -133,10 +133,7 @@ def vocab_size(dataset: Dataset) -> int:
 
 
 def runs_of(dataset: Dataset) -> list[str]:
-    """The names of a data set's runs, without what other programs keep there (``.ipynb...``), in order.
-
-    Raises UsageError if two are of one method and seed.
-    """
+    """The names of a data set's runs, in order; raises UsageError if two are of one method and seed."""
     folder = Folders(dataset).runs
     folders = (p for p in folder.glob("*") if p.is_dir() and not p.name.startswith("."))
     names = sorted((path.name for path in folders), key=run_order)
@@ -187,10 +184,7 @@ def whole_checkpoint(folder: Path, which: str) -> tuple[Path, tuple[str, ...]]:
 
 
 def fingerprints(folder: Path, which: str) -> dict[str, str]:
-    """The identity of a run's checkpoint: fingerprints of what it is, or is made of, by name.
-
-    Raises OSError if a file is missing.
-    """
+    """The fingerprints of what a run's checkpoint is, or is made of, by name; raises OSError without it."""
     return {part.name: fingerprint(part) for part in _parts(folder, which)}
 
 

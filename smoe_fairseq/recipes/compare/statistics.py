@@ -69,10 +69,7 @@ def mean_p_value(first: np.ndarray, second: np.ndarray) -> float:
 
 
 def permutation_p(first: Sequence[float], second: Sequence[float]) -> float | None:
-    """The two-sided p-value of the permutation test; None unless both have two runs.
-
-    It draws `PERMUTATIONS` if there are more.
-    """
+    """The two-sided p-value over permutations, `PERMUTATIONS` at most; None unless both have two runs."""
     if min(len(first), len(second)) < 2:
         return None
     from scipy import stats

@@ -51,10 +51,7 @@ def task_of(source: Path) -> tuple[Path, dict]:
 
 
 def languages_of(source: Path) -> list[str] | None:
-    """The languages of a folder of transformers (None if it is our export), a run or a checkpoint.
-
-    Raises as `task_of`.
-    """
+    """The languages of a folder of transformers (None: our export), a run or a checkpoint; see `task_of`."""
     if not os.path.lexists(source) and source.suffix != ".pt":
         advice = "`hf download NAME --local-dir FOLDER` gets a model from the hub"
         raise UsageError(f"`pretrained: {source}`: expected a run, checkpoint or folder; {advice}")

@@ -79,10 +79,7 @@ class Vocabulary(dict[str, int]):
 
 
 def read_dictionary(file: Path) -> Vocabulary:
-    """Read a dictionary in fairseq's format, a word and its count per line, numbered after `SPECIAL`.
-
-    Raises UsageError for another format or a repeated word.
-    """
+    """A dictionary in fairseq's format, numbered after `SPECIAL`; raises UsageError for another format."""
     words = Vocabulary({word: number for number, word in enumerate(SPECIAL)})
     for line in io.StringIO(read_text(file), newline=None):
         word, separator, count = line.rstrip().rpartition(" ")

@@ -150,10 +150,7 @@ def _version_file(part: Path) -> Path:
 
 
 def _append_rest(remote: Remote, part: Path) -> bool:
-    """Download the rest of ``part``; returns whether the server has told its length.
-
-    Raises ConnectionError if the connection breaks.
-    """
+    """Download the rest of ``part``; returns whether its length is known. ConnectionError: it is cut off."""
     url, version = remote.url, _version_file(part)
     have = part.stat().st_size if part.exists() else 0
     known = version.read_text("utf-8") if version.is_file() else ""

@@ -129,10 +129,7 @@ class _Place:
     all_languages: tuple[str, ...]
 
     def folder(self) -> Path | None:
-        """The pair's own folder, such as ``en-ha``, perhaps within another; None if there is none.
-
-        Raises UsageError if several folders have one.
-        """
+        """The pair's own folder, such as ``en-ha``, perhaps within another; raises UsageError for several."""
         below = (replace(self, source=path) for path in sorted(self.source.glob("[!.]*/")))
         found = self._named_folders() or [x for place in below for x in place._named_folders()]
         if len(found) > 1:

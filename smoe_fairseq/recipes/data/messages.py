@@ -124,10 +124,7 @@ def _without_mark(word: str) -> str:
 
 
 def split(pairs: Pairs, settings: dict) -> dict[str, list[tuple[str, str]]]:
-    """Divide pairs into train, valid and test, by a hash of the English text.
-
-    The lowest hashes are held out. Held-out pairs beyond ``most`` are dropped.
-    """
+    """Divide pairs by a hash of the English text; held-out ones (the lowest) beyond ``most`` are dropped."""
     parts = {"train": [], "valid": [], "test": []}
     test = settings["test"]["share"]
     valid = test + settings["valid"]["share"]

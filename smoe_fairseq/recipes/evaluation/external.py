@@ -122,10 +122,7 @@ def _content(file: Path) -> str:
 
 
 def comet(program: list[str], model: str) -> External:
-    """COMET by ``comet-score`` (path, and flags) of another environment: it needs numpy below 2.
-
-    ``model`` is the name or the ``.ckpt`` file of one.
-    """
+    """COMET by ``comet-score`` (path, and flags), with a ``model`` by name or ``.ckpt`` file."""
     if shutil.which(program[0]) is None:
         expected = "expected comet-score of an environment with unbabel-comet (docs/recipes.md)"
         raise UsageError(f"--comet {program[0]}: there is no such program; {expected}")

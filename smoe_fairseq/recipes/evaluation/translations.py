@@ -37,10 +37,7 @@ _IGNORED = ("prefix_size", "no_seed_provided", "sacrebleu", "no_beamable_mm")
 def choose_devices(
     settings: Settings, directions: int, extra: Sequence[str]
 ) -> tuple[list[str], int]:
-    """The GPU of each process for a number of directions; without GPUs, the threads of this process.
-
-    Raises as `plan_launch`.
-    """
+    """The GPU of each process; without GPUs, the threads of this process. Raises as `plan_launch`."""
     launch, jobs = plan_launch(settings, extra), settings.jobs
     if launch.cpu:
         import torch

@@ -36,10 +36,7 @@ def read_curves(log: Path) -> Curves:
 
 
 def draw(folder: Path, log: Path) -> Path:
-    """Draw ``training.png``, which is returned, and ``.svg`` in a run's folder.
-
-    Raises UsageError if the log is missing or has too few points, or matplotlib is missing.
-    """
+    """Draw ``training.png`` (returned) and ``.svg``; raises UsageError without matplotlib, log or points."""
     by_panel = read_curves(log)
     lengths = (len(points) for curves in by_panel.values() for points in curves.values())
     if max(lengths, default=0) < MIN_POINTS:
