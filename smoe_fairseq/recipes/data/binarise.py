@@ -90,14 +90,12 @@ def read_dictionary(file: Path) -> Vocabulary:
     return words
 
 
-def _numbers(
-    vocabulary: Vocabulary, dtype: np.dtype, chunk: Chunk
-) -> tuple[bytes, np.ndarray, int]:
+def _numbers(known: Vocabulary, dtype: np.dtype, chunk: Chunk) -> tuple[bytes, np.ndarray, int]:
     """The bytes of a chunk's token numbers, the sentence lengths and the count of unknown words."""
     numbers, lengths = array("i"), array("i")
     for line in chunk.lines():
         words = line.split()
-        numbers.extend(map(vocabulary.__getitem__, words))
+        numbers.extend(map(known.__getitem__, words))
         numbers.append(EOS)
         lengths.append(len(words) + 1)
     content = np.frombuffer(numbers, dtype=np.int32)

@@ -141,9 +141,7 @@ def _record(dataset: Dataset) -> dict[str, dict]:
     return read_json(record, form, advice) if record.exists() else {}
 
 
-def _origin(
-    dataset: Dataset, flags: Sequence[str], gathered: Path | None = None
-) -> dict[str, dict]:
+def _origin(dataset: Dataset, flags: Sequence[str], gathered: Path | None = None) -> dict:
     """What binarised text is made of: settings, the `_digests` of the texts' files, and the pretrained model.
 
     With it alone an interrupted preparation continues. ``gathered`` has the text of ``raw/`` until that is
