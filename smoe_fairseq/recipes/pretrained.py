@@ -98,7 +98,7 @@ def check_options(dataset: Dataset, words: Sequence[str]) -> None:
     own = config_of(parse_model(words))
     for name, value in dataset.start["options"].items():
         if (given := getattr(own, name)) != value:
-            advice = "expected its own method" if is_moe_option(name) else "leave it out"
+            advice = "expected its training's method" if is_moe_option(name) else "leave it out"
             has = f"{dataset.start['source']} has {value}"
             raise UsageError(f"{flag_of(name)} {given}: {has}; {advice}")
 
