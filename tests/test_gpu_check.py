@@ -159,7 +159,7 @@ def test_a_training_without_a_group_is_one_process(tmp_path, monkeypatch):
     assert "'--distributed-world-size', '1'" in text
 
 
-@pytest.mark.parametrize("part", [fast.block, fast.products, right.compiled])
+@pytest.mark.parametrize("part", [fast.block, right.compiled])
 def test_without_a_grouped_product_nothing_is_wrong(part, tmp_path, monkeypatch):
     """As with torch 2.6: what needs it is left out."""
     monkeypatch.setattr(fast, "STRATA", (2,))

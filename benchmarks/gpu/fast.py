@@ -1,4 +1,4 @@
-"""Speed and memory of the block, of ways to the products of its experts, and of other packages' layers.
+"""Speed and memory of the block, and of other packages' layers.
 
 Shapes: T tokens, D embedding, F feed-forward, E experts, N rows.
 """
@@ -7,7 +7,6 @@ import importlib.util
 import itertools
 import statistics
 from collections.abc import Iterator
-from contextlib import suppress
 from functools import partial
 
 import torch
@@ -20,7 +19,7 @@ from benchmarks.peers import PEERS, Peer, agreement
 from benchmarks.timing import cuda_peak, in_turns, ratio
 from smoe_fairseq.modules import fused, torch_features
 from smoe_fairseq.modules.experts import EXECUTIONS
-from smoe_fairseq.modules.products import TritonProducts, can_group, tile_of, torch_has_one
+from smoe_fairseq.modules.products import TritonProducts, tile_of, torch_has_one
 
 STRATA = (1, 2, 4)
 # Events of the profiler in which the host waits for the device.
@@ -122,66 +121,6 @@ class OurProducts(GroupedProducts):
             gradients += [ours.outer(h_NF, y_ND, ends_E), ours.outer(x_ND, h_grad_NF, ends_E)]
             gradients.append(ours.multiply(h_grad_NF, self.w1, ends_E))
         return gradients
-
-
-class PaddedProducts:
-    """One batched product over experts padded to the largest; ``GroupedProducts`` without grouped_mm."""
-
-    def __init__(self, counts_E: list[int], width: int, device: torch.device, dtype: torch.dtype):
-        self.counts_E = counts_E
-        experts, inner = len(counts_E), 4 * width
-        self.w1 = nn.Parameter(torch.randn(experts, width, inner, device=device, dtype=dtype) / 30)
-        self.w2 = nn.Parameter(torch.randn(experts, inner, width, device=device, dtype=dtype) / 30)
-        shape = experts, max(counts_E), width
-        self.x = torch.randn(shape, device=device, dtype=dtype, requires_grad=True)
-
-    def step(self) -> list[Tensor]:
-        y = torch.bmm(torch.bmm(self.x, self.w1).relu(), self.w2)
-        return torch.autograd.grad(y, [self.w1, self.w2, self.x], torch.ones_like(y))
-
-
-class SingleProducts(PaddedProducts):
-    """A product per expert on its own rows, whose number the host knows already."""
-
-    def step(self) -> list[Tensor]:
-        outputs = []
-        for x, count, w1, w2 in zip(self.x, self.counts_E, self.w1, self.w2, strict=True):
-            outputs.append((x[:count] @ w1).relu() @ w2)
-        ones = [torch.ones_like(y) for y in outputs]
-        return torch.autograd.grad(outputs, [self.w1, self.w2, self.x], ones)
-
-
-def products(context: Context) -> Iterator[dict]:
-    """Ways to the products of 8 experts, top-2: which one a device should take, by type and size.
-
-    The largest expert has 1.0 or 1.5 times the mean number of rows.
-    """
-    device = torch.device(context.device)
-    sizes = [(64, 16)] if context.tiny else [(4096, 512), (16384, 512), (65536, 512), (8192, 1024)]
-    for (tokens, width), skew in itertools.product(sizes, (1.0, 1.5)):
-        mean = 2 * tokens // 8
-        most = int(mean * skew)
-        counts_E = [most, 2 * mean - most] + [mean] * 6
-        for dtype in (torch.bfloat16, torch.float16):
-            name = f"{str(dtype).removeprefix('torch.')}, {tokens} tokens, D {width}, skew {skew}"
-            made = (counts_E, width, device, dtype)
-            yield attempt_fast(name, lambda made=made: several_ways(*made, context.tiny))
-
-
-def several_ways(counts_E, width, device, dtype, tiny) -> dict:
-    ways = {
-        "padded": PaddedProducts(counts_E, width, device, dtype).step,
-        "per expert": SingleProducts(counts_E, width, device, dtype).step,
-    }
-    grouped = GroupedProducts(width, [counts_E], device, dtype)
-    if can_group(grouped.w1, dtype):
-        with suppress(RuntimeError):  # no grouped product in this type here
-            grouped.step()
-            ways["grouped"] = grouped.step
-    if tile_of(device, dtype):
-        ways["ours"] = OurProducts(width, [counts_E], device, dtype).step
-    times = in_turns(ways, device, 0.1 if tiny else 0.4)
-    return {"ok": None, **{f"{n} ms": 1000 * statistics.median(of) for n, of in times.items()}}
 
 
 def host_waits(step) -> int:

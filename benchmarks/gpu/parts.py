@@ -73,7 +73,6 @@ PARTS = (
     Part("fast-update", "update:update", 120, "updates of smoe_transformer_base, and their phases"),
     Part("fast-block", "fast:block", 90, "block over its bare products: time, memory, host waits"),
     Part("fast-decode", "update:decode", 60, "tokens per second of fairseq-generate"),
-    Part("fast-products", "fast:products", 30, "products of experts: grouped, padded, one by one"),
     Part("fast-peers", "fast:peers", 60, "other packages' layers that are installed, and ours"),
     Part("whole-demo", "training:demo", 240, "the training of `make demo`", least=20),
     Part("whole-study", "training:study", 86400, "Multi30k's study at base size", least=60),
