@@ -50,11 +50,6 @@ def entropy(block, stats) -> Tensor:
     return stats.entropy
 
 
-def own(block, stats) -> Tensor:
-    """The loss of the gate itself, see `Gate.own_loss`."""
-    return stats.own_loss
-
-
 def gate_losses(blocks: Iterable, weights: Mapping[str, float]) -> dict[str, tuple[float, list]]:
     """The weight of each term, and the blocks that have it.
 
@@ -70,8 +65,8 @@ def gate_losses(blocks: Iterable, weights: Mapping[str, float]) -> dict[str, tup
 
 
 def value(name: str, block, stats) -> Tensor:
-    """A term of `gate_losses` in one pass."""
-    return LOSSES.get(name, own)(block, stats)
+    """A term of `gate_losses` in one pass; one that is not registered is the gate's own."""
+    return LOSSES[name](block, stats) if name in LOSSES else stats.own_loss
 
 
 def parse_weights(text: str) -> dict[str, float]:
