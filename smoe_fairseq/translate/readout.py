@@ -168,12 +168,26 @@ class Readout:
     def translations(
         self, texts: list[str], source_BS: Tensor, results: list[list[dict]], requested: bool
     ) -> list[Translation]:
-        """The translations of a batch; ``results`` are those of one of fairseq's generators."""
+        """The translations of a batch; ``results`` are those of one of fairseq's generators.
+
+        ``requested`` needs a single model.
+        """
         real_BS = source_BS != self.source.pad()
         source_capacity: list = [None] * len(texts)
         target_capacity: list = [[None] * len(hypotheses) for hypotheses in results]
-        if requested:
-            self._requested(source_BS, real_BS, results, source_capacity, target_capacity)
+        # All first hypotheses at once, then all second ones.
+        for n in range(max(map(len, results)) if requested else 0):
+            rows = [b for b, hypotheses in enumerate(results) if n < len(hypotheses)]
+            ids = [results[b][n]["tokens"] for b in rows]
+            inputs = [torch.cat([i.new_tensor([self.first]), i[:-1]]) for i in ids]
+            encoder_BS, decoder_BT = requested_capacity(
+                self.models[0], source_BS[rows], inputs, self.target.pad()
+            )
+            for i, b in enumerate(rows):
+                if encoder_BS is not None:
+                    source_capacity[b] = encoder_BS[i][real_BS[b]].tolist()
+                if decoder_BT is not None:
+                    target_capacity[b][n] = [*decoder_BT[i, 1 : len(inputs[i])].tolist(), None]
         return [
             Translation(
                 text,
@@ -198,30 +212,6 @@ class Readout:
             scores=[score / math.log(2) for score in result["positional_scores"].tolist()],
             requested=requested,
         )
-
-    def _requested(
-        self,
-        source_BS: Tensor,
-        real_BS: Tensor,
-        results: list[list[dict]],
-        source_capacity: list,
-        target_capacity: list[list],
-    ) -> None:
-        """Fill in the requested capacity of each source's tokens, and of those of its hypotheses."""
-        (model,) = self.models
-        # All first hypotheses at once, then all second ones.
-        for n in range(max(map(len, results))):
-            rows = [b for b, hypotheses in enumerate(results) if n < len(hypotheses)]
-            ids = [results[b][n]["tokens"] for b in rows]
-            inputs = [torch.cat([i.new_tensor([self.first]), i[:-1]]) for i in ids]
-            encoder_BS, decoder_BT = requested_capacity(
-                model, source_BS[rows], inputs, self.target.pad()
-            )
-            for i, b in enumerate(rows):
-                if encoder_BS is not None:
-                    source_capacity[b] = encoder_BS[i][real_BS[b]].tolist()
-                if decoder_BT is not None:
-                    target_capacity[b][n] = [*decoder_BT[i, 1 : len(inputs[i])].tolist(), None]
 
 
 def encoded(translator: GeneratorHubInterface, text: str, dictionary) -> Tensor:
