@@ -2,7 +2,7 @@
 
     python -m benchmarks.translation RUN --data data/multi30k/bin --text data/multi30k/raw --direction en-de
 
-Interleaved runs in one process: fairseq's generator, `smoe translate` (float32, int8, ``--shortlist``),
+Interleaved runs in one process: fairseq's generator, `smoe translate` (float32, int8),
 ``model.translate``, CTranslate2 (for a dense model) and transformers' ``generate`` (both if installed), with
 BLEU, chrF++ and the number of translations equal to fairseq's.
 """
@@ -74,8 +74,6 @@ def in_process(args, text: list[str], reference: list[str], source, target, fold
         "python": lambda: model.translate(text, BEAM, **languages, **limits),
     }
     contenders["smoe int8"] = partial(best, loaded(int8=True))
-    if args.shortlist is not None:
-        contenders["smoe shortlist"] = partial(best, loaded(shortlist=args.shortlist))
     layers = [*model.models[0].encoder.layers, *model.models[0].decoder.layers]
     if is_installed("ctranslate2") and not any(layer.is_moe for layer in layers):
         # The encoder's tokens before the subwords: a language's or none.
@@ -169,7 +167,6 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--data", type=Path, required=True, help="binarised text, with spm.model")
     parser.add_argument("--text", type=Path, required=True, help="folder of test.SRC-TGT.LANG")
     parser.add_argument("--direction", default="en-de")
-    parser.add_argument("--shortlist", type=Path, help="a file of smoe shortlist")
     parser.add_argument("--threads", type=int)
     parser.add_argument("--length", type=int, metavar="N", help="tokens of every translation")
     parser.add_argument("--seconds", type=float, default=60, help="five rounds at least")

@@ -30,10 +30,6 @@ COMMANDS = {
         "report the requested capacity of a trained model by language, token and layer",
     ),
     "translate": ("smoe_fairseq.translate.command", "translate text, line by line"),
-    "shortlist": (
-        "smoe_fairseq.translate.make_shortlist",
-        "list the target tokens that each source token may need, to speed up translation",
-    ),
     "serve": (
         "smoe_fairseq.serve.server",
         "serve a trained model over HTTP: a web page, and JSON for programs",

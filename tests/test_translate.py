@@ -223,7 +223,6 @@ REFUSED = {  # by what the sentence names
     "--device abacus": ("run", "--to", "fr", "--device", "abacus"),
     "--sampling-topk": ("run", "--to", "fr", "--sampling-topk", 3),
     "--seed 3": ("run", "--to", "fr", "--seed", 3),
-    "--shortlist none.npz": ("run", "--from", "en", "--to", "fr", "--shortlist", "none.npz"),
 }
 
 

@@ -27,7 +27,6 @@ from smoe_fairseq.translate.directions import direction_of
 from smoe_fairseq.translate.int8 import INT8_HELP
 from smoe_fairseq.translate.load import Translator, checkpoint_of, files_of
 from smoe_fairseq.translate.readout import Translation
-from smoe_fairseq.translate.shortlist import SHORTLIST_HELP
 from smoe_fairseq.translate.text import MAX_TOKENS, BatchTranslator, Options, device_of
 
 
@@ -68,7 +67,6 @@ def add_model_arguments(parser: ArgumentParser) -> None:
     )
     words = "folder with dict.*.txt and spm.model; default: the run's"
     parser.add_argument("--data", metavar="DIR", help=words)
-    parser.add_argument("--shortlist", metavar="FILE", help=SHORTLIST_HELP)
     parser.add_argument("--device", default="cpu", help="cpu, or cuda, cuda:1, ...")
     parser.add_argument("--int8", action="store_true", help=INT8_HELP)
 
@@ -82,7 +80,7 @@ def load_model(args: Namespace, max_tokens: int = MAX_TOKENS) -> BatchTranslator
         translator = Translator.of_run(
             args.path, data=args.data, source_lang=args.source, target_lang=args.target
         )
-        return BatchTranslator(translator.to(device), max_tokens, args.int8, args.shortlist)
+        return BatchTranslator(translator.to(device), max_tokens, args.int8)
 
 
 def requested_direction(model: BatchTranslator, args: Namespace) -> tuple[str, str]:
@@ -155,9 +153,7 @@ def run_translate(args: Namespace) -> None:
         requested=args.json,
     )
     model = load_model(args, args.max_tokens)
-    direction = requested_direction(model, args)
-    if model.shortlist is not None and model.shortlist.of(*direction) is None:
-        raise UsageError(f"--shortlist {args.shortlist}: expected one with {'-'.join(direction)}")
+    requested_direction(model, args)
     start, lines, kept = time.monotonic(), 0, 0
     size = 1 if args.line_by_line or sys.stdin.isatty() else CHUNK_LINES
     with _output(args, model, size) as (journal, file), tqdm(unit=" lines", disable=None) as bar:
@@ -284,7 +280,8 @@ def _files(args: Namespace, model: BatchTranslator) -> Iterator[Path]:
         yield from files_of(checkpoint_of(run))
     data = split_paths(model.translator.cfg.task.data)[0]
     yield from sorted(Path(data).glob("dict.*"))
-    yield from filter(None, (subwords_of(data), args.shortlist and Path(args.shortlist)))
+    if (subwords := subwords_of(data)) is not None:
+        yield subwords
 
 
 def _digest(path: Path) -> str:

@@ -142,10 +142,7 @@ def pack(model: nn.Module, linear: Callable = fastest_linear) -> None:
     for parent in list(model.modules()):
         for name, child in parent.named_children():
             if isinstance(child, nn.Linear) and child.weight.numel() >= MIN_WEIGHTS:
-                setattr(parent, name, packed := linear(child.weight, child.bias))
-                # Often tied to the embeddings, which are kept anyway.
-                if name == "output_projection":
-                    packed.weight_OI = child.weight.detach()
+                setattr(parent, name, linear(child.weight, child.bias))
     for block in [each for each in model.modules() if isinstance(each, StratifiedMoE)]:
         experts = block.experts
         if experts.w1.numel() and experts.w1[0].numel() >= MIN_WEIGHTS:
@@ -154,10 +151,3 @@ def pack(model: nn.Module, linear: Callable = fastest_linear) -> None:
             block.execution = partial(PackedExperts, layers)
             for name, parameter in experts.named_parameters():
                 setattr(experts, name, nn.Parameter(parameter.new_empty(0), requires_grad=False))
-
-
-def rows_of(output_projection: nn.Module, ids_A: Tensor) -> Callable[[Tensor], Tensor]:
-    """A function to some outputs of a decoder's output projection, which may be packed; it has no bias."""
-    if isinstance(output_projection, nn.Linear):
-        return partial(nn.functional.linear, weight=output_projection.weight[ids_A])
-    return type(output_projection)(output_projection.weight_OI[ids_A], None)

@@ -9,7 +9,6 @@ Shapes: B unfinished sentences, W hypotheses of each, R = B W rows, T tokens, C 
 import math
 import threading
 import zlib
-from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 
 import torch
@@ -19,7 +18,6 @@ from smoe_fairseq.errors import UsageError
 from smoe_fairseq.flags import flag_of, number_fault
 from smoe_fairseq.forms import check
 from smoe_fairseq.modules.experts import cast_once
-from smoe_fairseq.translate.packed import rows_of
 from smoe_fairseq.translate.step_decoder import StepDecoder
 
 GROUP = 16  # the fastest one in benchmarks
@@ -113,17 +111,10 @@ class BeamSearch:
 
     Args:
         dictionary: of the target.
-        shortlist: returns the target tokens that a batch may use, ``(A,)`` in ascending order, special
-            tokens included, from its source tokens ``(B, S)``. None: all tokens.
     """
 
-    def __init__(
-        self,
-        dictionary,
-        options: SearchOptions = SearchOptions(),
-        shortlist: Callable[[Tensor], Tensor] | None = None,
-    ):
-        self.dictionary, self.options, self.shortlist = dictionary, options, shortlist
+    def __init__(self, dictionary, options: SearchOptions = SearchOptions()):
+        self.dictionary, self.options = dictionary, options
         self.stopped = threading.Event()
 
     def stop(self) -> None:
@@ -152,8 +143,6 @@ class BeamSearch:
         encoded = [model.encoder(source_BS, with_stats=False) for model in models]
         limit_B = self._limits(models, source_BS)
         run = _Run(self, [model.decoder for model in models], encoded, limit_B, bos_token)
-        if self.shortlist is not None:
-            run.restrict_to(self.shortlist(source_BS), prefix_tokens)
         if self.options.sampling:
             run.draw(source_BS)
         for step in range(run.last_step + 1):
@@ -193,8 +182,6 @@ class _Run:
         dictionary = search.dictionary
         self.eos, self.pad, self.unk = dictionary.eos(), dictionary.pad(), dictionary.unk()
         self.size = len(dictionary)  # V
-        self.ids_V = None  # of a shortlist: its tokens' ids in the dictionary
-        self.projections = [decoder.output_layer for decoder in decoders]
         self.beam = min(self.options.beam, self.size - 1)
         self.states = list(map(StepDecoder, decoders, encoded))
         batch, device = len(limit_B), limit_B.device
@@ -208,18 +195,6 @@ class _Run:
         self.tokens_BWT = torch.full((batch, 1, 1), first, device=device)
         self.sums_BWT = torch.zeros(batch, 1, 0, device=device)
         self.ignored_BW = torch.zeros(batch, self.beam, dtype=torch.bool, device=device)
-
-    def restrict_to(self, ids_V: Tensor, prefix_tokens: Tensor | None) -> None:
-        """Restrict all hypotheses to these tokens and the prefixes' tokens."""
-        if prefix_tokens is not None:
-            ids_V = torch.cat([ids_V, prefix_tokens.flatten()]).unique()
-        if 2 * self.beam < len(ids_V) < self.size:
-            self.ids_V, self.size = ids_V, len(ids_V)
-            self.projections = [rows_of(each.output_projection, ids_V) for each in self.decoders]
-
-    def columns(self, token: Tensor) -> Tensor:
-        """The tokens' columns among the V columns of log-probabilities."""
-        return token if self.ids_V is None else torch.searchsorted(self.ids_V, token)
 
     def draw(self, source_BS: Tensor) -> None:
         """Draw numbers from 0 to 1 for the tokens of all steps, with a generator for each sentence."""
@@ -239,8 +214,6 @@ class _Run:
         features = [state.features(tokens_RT, beam) for state in self.states]
         score_BC, index_BC = self._candidates(features, step, forced_B)
         parent_BC, token_BC = index_BC // self.size, index_BC % self.size
-        if self.ids_V is not None:
-            token_BC = self.ids_V[token_BC]
 
         ends_BC = (token_BC == self.eos) & (score_BC != _NEVER)
         ends_BC[:, : self.beam] &= ~self.ignored_BW
@@ -311,8 +284,8 @@ class _Run:
     def _lprobs(self, features: list[Tensor], rows: slice) -> Tensor:
         """Logarithms of the models' mean probabilities of the next token, for some rows."""
         lprobs = []
-        for project, features_RD in zip(self.projections, features, strict=True):
-            logits_RV = project(features_RD[rows])
+        for decoder, features_RD in zip(self.decoders, features, strict=True):
+            logits_RV = decoder.output_layer(features_RD[rows])
             if self.options.temperature != 1:
                 logits_RV = logits_RV.div_(self.options.temperature)
             lprobs.append(logits_RV.log_softmax(dim=-1, dtype=torch.float32))
@@ -360,7 +333,7 @@ class _Run:
             lprobs_BWV[at_limit_B] = _NEVER
             lprobs_BWV[at_limit_B, :, self.eos] = end_BW
         if forced_B is not None and step < self.first_limit:
-            index_BW1 = self.columns(forced_B).view(-1, 1, 1).expand(-1, lprobs_BWV.shape[1], 1)
+            index_BW1 = forced_B.view(-1, 1, 1).expand(-1, lprobs_BWV.shape[1], 1)
             value_BW1 = lprobs_BWV.gather(2, index_BW1)
             free_B = forced_B == self.pad
             lprobs_BWV.masked_fill_(~free_B.view(-1, 1, 1), _NEVER)
@@ -374,7 +347,7 @@ class _Run:
             again_BWN = (ngrams_BWNn[..., :-1] == last_BW1n).all(3)
             if forced_B is not None:  # a prefix may repeat itself
                 again_BWN &= (forced_B == self.pad).view(-1, 1, 1)
-            banned_BWN = self.columns(ngrams_BWNn[..., -1]).masked_fill(~again_BWN, self.pad)
+            banned_BWN = ngrams_BWNn[..., -1].masked_fill(~again_BWN, self.pad)
             lprobs_BWV.scatter_(2, banned_BWN, _NEVER)  # padding is never chosen anyway
 
     def _end(self, step: int, ends_BW: Tensor, score_BC: Tensor, parent_BC: Tensor) -> set[int]:

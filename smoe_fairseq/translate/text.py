@@ -4,7 +4,6 @@ import copy
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -17,13 +16,11 @@ from smoe_fairseq.errors import UsageError
 from smoe_fairseq.flags import SURROGATE
 from smoe_fairseq.host_memory import cores
 from smoe_fairseq.modules.torch_features import without_default_device
-from smoe_fairseq.translate.directions import direction_of
 from smoe_fairseq.translate.int8 import check_int8, quantize
 from smoe_fairseq.translate.packed import can_pack, pack
 from smoe_fairseq.translate.readout import Readout, Translation, encoded, joined
 from smoe_fairseq.translate.search import BeamSearch, SearchOptions, option
 from smoe_fairseq.translate.sentences import divide, split_sentences
-from smoe_fairseq.translate.shortlist import Shortlist
 from smoe_fairseq.translate.threads import in_threads
 
 
@@ -119,14 +116,13 @@ class BatchTranslator:
             fairseq's generator. On a CPU our models are packed (`pack`).
         max_tokens: see `MAX_TOKENS`.
         int8: whether the models compute in int8, on a CPU; see `quantize`.
-        shortlist: a file of ``smoe shortlist``; directions that it lacks use all tokens.
         keep: pack copies of the translator's models, which can otherwise no longer be trained or saved.
         max_sentences: of a batch; by default limited by ``max_tokens`` alone.
 
     It can be called from several threads.
 
     Raises:
-        UsageError: a model, or this CPU, does not support int8; or the shortlist is of another dictionary.
+        UsageError: a model, or this CPU, does not support int8.
     """
 
     def __init__(
@@ -134,7 +130,6 @@ class BatchTranslator:
         translator: GeneratorHubInterface,
         max_tokens: int = MAX_TOKENS,
         int8: bool = False,
-        shortlist: Path | str | None = None,
         keep: bool = False,
         max_sentences: int | None = None,
     ):
@@ -142,16 +137,14 @@ class BatchTranslator:
         self.max_sentences = max_sentences
         self.models = list(translator.models)
         self.ours = all(getattr(model, "has_own_search", False) for model in self.models)
-        for flag, is_set in (("--int8", int8), ("--shortlist", shortlist is not None)):
-            if is_set and not self.ours:
-                raise UsageError(f"{flag}: expected a smoe_transformer, not fairseq's own")
+        if int8 and not self.ours:
+            raise UsageError("--int8: expected a smoe_transformer, not fairseq's own")
         on_cpu = translator.device.type == "cpu"
         if int8 or (self.ours and on_cpu and can_pack()):
             if keep:
                 self.models = [with_same_weights(model) for model in self.models]
             for model in self.models:
                 quantize(model) if int8 else pack(model)
-        self.shortlist = None if shortlist is None else Shortlist(shortlist, translator.task)
         # Not asked for at each call: another call may have set it to 1 meanwhile.
         self.most_threads = min(torch.get_num_threads(), cores())
         self.searches: set[BeamSearch] = set()  # that are running
@@ -306,8 +299,7 @@ class BatchTranslator:
 
     def _search(self, task, options: Options):
         if self.ours:
-            shortlist = self.shortlist and self.shortlist.of(*direction_of(task))
-            return BeamSearch(task.target_dictionary, options, shortlist)
+            return BeamSearch(task.target_dictionary, options)
         settings = copy.deepcopy(self.translator.cfg.generation)
         with open_dict(settings):
             for name, value in vars(options).items():
