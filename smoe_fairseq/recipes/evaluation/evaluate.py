@@ -94,10 +94,10 @@ def evaluate(dataset: Dataset, method: str, flags: Sequence[str], checkpoint: st
     externals = externals_of(dataset)
     for direction in sorted({*dataset.all_directions} - {*evaluation.directions}):
         warn(f"{direction} has no test data in {Folders(dataset).raw} and is left out")
-    run(evaluation.preparation, settings)
     with naming_settings(dataset, ["sacrebleu"]):
         for language in {direction.split("-")[1] for direction in evaluation.directions}:
             metrics.check_tokenizer(dataset.sacrebleu, language)
+    run(evaluation.preparation, settings)
     tokenizer = str(dataset.sacrebleu.get("tokenize", ""))
     if tokenizer.startswith("flores"):
         comment = f"# the model of sacreBLEU's {tokenizer} tokenizer, which is fetched once"
