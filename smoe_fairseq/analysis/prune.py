@@ -19,7 +19,7 @@ from tabulate import tabulate
 from torch import Tensor, nn
 
 from smoe_fairseq.analysis import inputs
-from smoe_fairseq.analysis.record import BlockFollower, Recorder
+from smoe_fairseq.analysis.record import BlockFollower, follow
 from smoe_fairseq.checkpoints.reading import RECORD, Record
 from smoe_fairseq.checkpoints.sets import (
     add_output_arguments,
@@ -95,10 +95,9 @@ class UseRecorder(BlockFollower):
 
 def use_of(samples: inputs.Samples) -> dict[str, Use]:
     """How a direction uses the experts of each MoE layer (see `moe_blocks`)."""
-    with Recorder(samples.model, samples.task, UseRecorder).recording() as recorder:
-        for sample in samples:
-            recorder.run(sample["net_input"])
-    return {layer: block.use() for layer, block in recorder.blocks.items()}
+    net_inputs = (sample["net_input"] for sample in samples)
+    recorders = follow(samples.model, samples.task, net_inputs, UseRecorder)
+    return {layer: recorder.use() for layer, recorder in recorders.items()}
 
 
 # Selecting the experts to keep.

@@ -2,8 +2,7 @@
 
 import functools
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -154,42 +153,33 @@ class BlockRecorder(BlockFollower):
         return types_N, counts.reshape(-1, len(strata), strata.num_experts)
 
 
-class Recorder:
-    """A follower for every MoE layer of a model, by the layer's name.
+@torch.no_grad()
+def follow(model: nn.Module, task, net_inputs: Iterable[dict], kind: type[BlockFollower]) -> dict:
+    """A follower of a ``kind`` for each MoE layer, by its name, that has seen a pass over each input.
 
-    The model is one of ours in evaluation mode; the task has its dictionaries.
+    References are the decoder's input, of which a position counts for its own token, not the predicted one.
+
+    Args:
+        model: one of ours, in evaluation mode.
     """
-
-    def __init__(self, model: nn.Module, task, follower: type[BlockFollower] = BlockRecorder):
-        self.model = model
-        self.blocks = {
-            name: follower(block, inputs.dictionary_of(task, name.split(".")[0]))
-            for name, block in moe_blocks(model).items()
-        }
-
-    @contextmanager
-    def recording(self) -> Iterator["Recorder"]:
-        """Record the gates' decisions in this context."""
-        handles = [
-            gate.register_forward_hook(functools.partial(recorder.record, stratum))
-            for recorder in self.blocks.values()
-            for stratum, gate in enumerate(recorder.block.gates)
-        ]
-        try:
-            yield self
-        finally:
-            for handle in handles:
-                handle.remove()
-
-    @torch.no_grad()
-    def run(self, net_input: dict) -> None:
-        """One forward pass, with the references as decoder input.
-
-        A decoder position counts for its input token, not for the predicted one.
-        """
-        for name, recorder in self.blocks.items():
-            recorder.begin(input_tokens(net_input, name.split(".")[0]))
-        self.model(**net_input)
+    followers = {
+        name: kind(block, inputs.dictionary_of(task, name.split(".")[0]))
+        for name, block in moe_blocks(model).items()
+    }
+    handles = [
+        gate.register_forward_hook(functools.partial(follower.record, stratum))
+        for follower in followers.values()
+        for stratum, gate in enumerate(follower.block.gates)
+    ]
+    try:
+        for net_input in net_inputs:
+            for name, follower in followers.items():
+                follower.begin(input_tokens(net_input, name.split(".")[0]))
+            model(**net_input)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return followers
 
 
 def input_tokens(net_input: dict, side: str) -> Tensor:
@@ -231,12 +221,10 @@ def collect(samples: inputs.Samples) -> list[TypeCounts]:
     The numbers do not depend on the size of the batches. Blocks are in the order of the forward pass.
     """
     task, blocks = samples.task, []
-    with Recorder(samples.model, task).recording() as recorder:
-        for sample in samples:
-            recorder.run(sample["net_input"])
-    for name, block_recorder in recorder.blocks.items():
-        block = Block(name, block_recorder.block.strata)
-        types, counts = block_recorder.counts()
+    net_inputs = (sample["net_input"] for sample in samples)
+    for name, recorder in follow(samples.model, task, net_inputs, BlockRecorder).items():
+        block = Block(name, recorder.block.strata)
+        types, counts = recorder.counts()
         special = inputs.special(inputs.dictionary_of(task, block.side), task)[types]
         blocks.append(TypeCounts(block, types, special, counts))
     return blocks

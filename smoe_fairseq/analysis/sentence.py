@@ -13,7 +13,7 @@ from fairseq.sequence_generator import SequenceGenerator
 from torch import Tensor, nn
 
 from smoe_fairseq.analysis import inputs
-from smoe_fairseq.analysis.record import Block, BlockFollower, Recorder, input_tokens
+from smoe_fairseq.analysis.record import Block, BlockFollower, follow, input_tokens
 from smoe_fairseq.errors import UsageError
 from smoe_fairseq.modules.routing import Routing
 from smoe_fairseq.subwords import checked_subwords
@@ -93,23 +93,23 @@ class StopRecorder(BlockFollower):
             self.stops[token].append(Stop(stratum, first, experts))
 
 
+@torch.inference_mode()
 def run_batch(model: nn.Module, task, net_input: dict) -> list[list[SentenceSide]]:
     """The sides of each sentence pair of a batch, from one forward pass.
 
     Args:
         net_input: fairseq's; for a translation model with ``prev_output_tokens``.
     """
-    with Recorder(model, task, StopRecorder).recording() as recorder, torch.inference_mode():
-        recorder.run(net_input)
-    sides = [_sides(side, task, net_input, recorder) for side in inputs.sides(task)]
+    recorders = follow(model, task, [net_input], StopRecorder)
+    sides = [_sides(side, task, net_input, recorders) for side in inputs.sides(task)]
     return list(map(list, zip(*sides, strict=True)))
 
 
-def _sides(side: str, task, net_input: dict, recorder: Recorder) -> Iterator[SentenceSide]:
+def _sides(side: str, task, net_input: dict, recorders: dict) -> Iterator[SentenceSide]:
     """One side of each sentence pair."""
     dictionary = inputs.dictionary_of(task, side)
     special = inputs.special(dictionary, task)
-    blocks = {name: block for name, block in recorder.blocks.items() if name.startswith(side)}
+    blocks = {name: block for name, block in recorders.items() if name.startswith(side)}
     for sentence, tokens in enumerate(input_tokens(net_input, side).tolist()):
         real = [s for s, token in enumerate(tokens) if token != dictionary.pad()]
         start = sentence * len(tokens)
