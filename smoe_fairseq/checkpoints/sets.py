@@ -68,11 +68,7 @@ class Shards:
             return cls([path], optimizer_state)
         if path.exists() and rank_of(path) is None:
             raise UsageError(f"{path} and {rank_file(name, 0)} both exist: move one of them away")
-        ranks = files.keys() | pending.keys()
-        for rank in range(len(ranks)):
-            if rank not in ranks:
-                raise UsageError(f"{rank_file(name, rank)} is missing")
-        paths = [rank_file(name, rank) for rank in range(len(ranks))]
+        paths = [rank_file(name, rank) for rank in range(len(files.keys() | pending.keys()))]
         return cls(_newest_set(paths) if pending else paths, optimizer_state)
 
     def _check_parts(self, file: Path, state: dict) -> None:

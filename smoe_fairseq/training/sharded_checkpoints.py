@@ -5,6 +5,7 @@ import os
 import time
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 from fairseq import checkpoint_utils
 
@@ -37,7 +38,8 @@ def save_sets(original, cfg, trainer, epoch_itr, val_loss):
     ``--no-epoch-checkpoints``, the checkpoint of an update is kept also at the end of an epoch.
     """
     if cfg.no_epoch_checkpoints:
-        epoch_itr = _WithinEpoch(epoch_itr)
+        state = {"epoch": epoch_itr.epoch, "state_dict": epoch_itr.state_dict}
+        epoch_itr = SimpleNamespace(**state, end_of_epoch=lambda: False)
     if getattr(trainer, "expert_placement", None) is None:
         original(cfg, trainer, epoch_itr, val_loss)
     else:
@@ -47,19 +49,6 @@ def save_sets(original, cfg, trainer, epoch_itr, val_loss):
     if timer := getattr(trainer, "save_timer", None):
         timer.saved = time.monotonic()
     _check_folder(cfg.save_dir, trainer)
-
-
-class _WithinEpoch:
-    """A position in the data that is never the end of an epoch; all else is that of fairseq's iterator."""
-
-    def __init__(self, iterator):
-        self.iterator = iterator
-
-    def __getattr__(self, name: str):
-        return getattr(self.iterator, name)
-
-    def end_of_epoch(self) -> bool:
-        return False
 
 
 def _check_folder(save_dir: str, trainer) -> None:
