@@ -1,6 +1,5 @@
 """Inputs of an analysis: a checkpoint, its directions and the text to run it on."""
 
-import itertools
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -20,11 +19,10 @@ from torch import nn
 from smoe_fairseq.checkpoints.reading import open_checkpoint
 from smoe_fairseq.errors import UsageError, naming_file
 from smoe_fairseq.flags import add_flag, positive, values_of
-from smoe_fairseq.languages import meant
 from smoe_fairseq.models.transformer import moe_blocks
 from smoe_fairseq.modules.routing import Capacity
 from smoe_fairseq.progress import with_progress
-from smoe_fairseq.translate.directions import direction_of, is_multilingual
+from smoe_fairseq.translate.directions import direction_of, is_multilingual, task_for
 from smoe_fairseq.translate.load import checkpoint_of, text_settings
 
 TOKENS_PER_BATCH = 4096
@@ -131,22 +129,15 @@ def directions(task, pairs: str | None = None) -> list[str]:
         if pairs is not None:
             raise UsageError(f"--lang-pairs {pairs}: a language model has none; leave it out")
         return [TEXT]
-    if is_multilingual(task):
-        langs, known = task.langs, list(task.lang_pairs)
-        allowed = ["-".join(pair) for pair in itertools.permutations(langs, 2)]
-    else:
-        langs = direction_of(task)
-        known = allowed = ["-".join(langs)]
+    known = list(task.lang_pairs) if is_multilingual(task) else ["-".join(direction_of(task))]
     if pairs is None:
         return known
     names = [name.strip() for name in pairs.split(",")]
     for i, name in enumerate(names):
-        if name not in allowed:
-            found = {lang: meant(lang, langs) for lang in name.split("-")}
-            names[i] = "-".join(own[0] if len(own) == 1 else x for x, own in found.items())
-        if names[i] not in allowed:
-            expected = f"expected some of {', '.join(known)}, which the model knows"
-            raise UsageError(f"--lang-pairs {name}: {expected}, joined by commas")
+        if name not in known:
+            source, _, target = name.partition("-")
+            directed = task_for(task, source, target or name, f"--lang-pairs {name}")
+            names[i] = "-".join(direction_of(directed))
     return list(dict.fromkeys(names))
 
 
