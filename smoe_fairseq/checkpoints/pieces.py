@@ -2,6 +2,7 @@
 
 import struct
 from collections.abc import Collection, Iterator, Mapping
+from random import Random
 
 from smoe_fairseq.subwords import BEGINS_WORD
 
@@ -80,7 +81,7 @@ def only_pieces(model: bytes, kept: Collection[str]) -> bytes:
     """The model with the pieces of ``kept``, all letters, and what are no ordinary pieces."""
     if is_bpe(model):  # merges on the way to a piece
         scores = {piece: score for piece, (_, score) in pieces_of(model).items()}
-        kept = set(kept).union(*(_merges(piece, scores) for piece in kept))
+        kept = set(kept).union(*(made for piece in kept for made in merges(piece, scores)))
     parts = []
     for number, content, part in _fields(model):
         if number == 1:
@@ -92,20 +93,22 @@ def only_pieces(model: bytes, kept: Collection[str]) -> bytes:
     return b"".join(parts)
 
 
-def _merges(piece: str, scores: Mapping[str, float]) -> Iterator[str]:
-    """What BPE merges on the way from letters to a piece."""
-    parts = list(piece)
-    while len(parts) > 1:
+def merges(
+    letters: str, scores: Mapping[str, float], dropout: float = 0.0, random: Random | None = None
+) -> Iterator[list[str]]:
+    """The letters, and the pieces after each merge of BPE, which skips one with probability ``dropout``."""
+    pieces = [*letters]
+    while True:
+        yield pieces
         pairs = [
-            (scores[pair], -i)
-            for i in range(len(parts) - 1)
-            if (pair := parts[i] + parts[i + 1]) in scores
+            (-scores[both], i)
+            for i, both in enumerate(map("".join, zip(pieces, pieces[1:])))
+            if both in scores and not (dropout and random.random() < dropout)
         ]
         if not pairs:
             return
-        i = -max(pairs)[1]
-        parts[i : i + 2] = [parts[i] + parts[i + 1]]
-        yield parts[i]
+        i = min(pairs)[1]
+        pieces = [*pieces[:i], pieces[i] + pieces[i + 1], *pieces[i + 2 :]]
 
 
 class Cutter:

@@ -21,6 +21,7 @@ from fairseq.data import TransformEosLangPairDataset as WithLanguageTokens
 from fairseq.utils import split_paths
 from torch import Tensor
 
+from smoe_fairseq.checkpoints.pieces import merges
 from smoe_fairseq.errors import UsageError
 from smoe_fairseq.subwords import BEGINS_WORD, read_subwords, subwords_of
 
@@ -126,7 +127,7 @@ class Sampler:
         if found is None:
             return word
         if not self.is_unigram:
-            drawn = self._merge(found, self.alpha, generator)
+            *_, drawn = merges(found, self.scores, self.alpha, generator)
             return drawn if self.ids.keys() >= set(drawn) else word
         return generator.choices(found[0], cum_weights=found[1])[0]
 
@@ -140,27 +141,14 @@ class Sampler:
             return None
         if not self.is_unigram:
             letters = "".join(word)
-            return letters if self._merge(letters, 0, random.Random(0)) == [*word] else None
+            *_, pieces = merges(letters, self.scores)
+            return letters if pieces == [*word] else None
         best = self.model.nbest_encode(text, nbest_size=N_BEST, out_type=str)
         best = [pieces for pieces in best if self.known >= set(pieces)]
         if not best:
             return None
         totals = np.array([sum(self.scores[piece] for piece in pieces) for pieces in best])
         return best, np.exp(self.alpha * (totals - totals.max())).cumsum().tolist()
-
-    def _merge(self, letters: str, dropout: float, generator: random.Random) -> list[str]:
-        """BPE that skips each possible merge at each step with probability ``dropout``."""
-        pieces = [*letters]
-        while True:
-            merges = [
-                (-self.scores[both], i)
-                for i, both in enumerate(map("".join, zip(pieces, pieces[1:], strict=False)))
-                if both in self.scores and not (dropout and generator.random() < dropout)
-            ]
-            if not merges:
-                return pieces
-            i = min(merges)[1]
-            pieces[i : i + 2] = ["".join(pieces[i : i + 2])]
 
 
 class SampledPairs(BaseWrapperDataset):
