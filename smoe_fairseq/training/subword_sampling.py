@@ -59,21 +59,16 @@ def sample_subwords(task, subset: str, alpha: float, seed: int, most: tuple[int,
 
     @functools.wraps(load)
     def load_dataset(split, epoch=1, **others):
+        def sampled(pairs):
+            is_sampled = isinstance(pairs, SampledPairs)
+            return pairs if is_sampled else SampledPairs(pairs, samplers, seed, most, epoch)
+
         load(split, epoch=epoch, **others)
-        if split != subset:
-            return
         dataset = task.datasets[split]
-        parts = getattr(dataset, "datasets", None)
-        pairs = [
-            part
-            if isinstance(part, SampledPairs)
-            else SampledPairs(part, samplers, seed, most, epoch)
-            for part in (parts if isinstance(parts, list) else [dataset])
-        ]
-        if isinstance(parts, list):
-            dataset.datasets = pairs
-        else:
-            task.datasets[split] = pairs[0]
+        if split == subset and isinstance(getattr(dataset, "datasets", None), list):
+            dataset.datasets = [sampled(part) for part in dataset.datasets]
+        elif split == subset:
+            task.datasets[split] = sampled(dataset)
 
     task.load_dataset = load_dataset
 
