@@ -43,11 +43,10 @@ def load(checkpoint: Path, data: str | Path) -> tuple[nn.Module, object]:
     for path in map(Path, split_paths(str(data))):
         if not path.exists():
             raise UsageError(f"{path} is missing")
-    task = values_of(values_of(state.get("cfg")).get("task"))
+    settings = text_settings(str(data), values_of(state.get("cfg")).get("task"))
+    load, files = checkpoint_utils.load_model_ensemble_and_task, [str(checkpoint)]
     try:
-        models, _, task = checkpoint_utils.load_model_ensemble_and_task(
-            [str(checkpoint)], arg_overrides=text_settings(str(data), task)
-        )
+        models, _, task = load(files, arg_overrides=settings)
     except FileNotFoundError as error:
         expected = f"expected the binarised data that {checkpoint} was trained with, not {data}"
         raise UsageError(f"{error.filename} is missing: {expected}") from None

@@ -25,18 +25,15 @@ logger = logging.getLogger(__name__)
 
 
 @patches("fairseq.data.indexed_dataset")
-def refuse_older_kinds(indexed_dataset: ModuleType) -> None:
-    """Only in fairseq's commands: other programs may use these classes."""
-    for kind in (indexed_dataset.IndexedDataset, indexed_dataset.IndexedDatasetBuilder):
-        kind.__new__ = staticmethod(_make)
-
-
 @patches("fairseq.data.fasta_dataset")
-def refuse_fasta(fasta_dataset: ModuleType) -> None:
-    fasta_dataset.FastaDataset.__new__ = staticmethod(_make)
+def refuse_kinds(module: ModuleType) -> None:
+    for name in ("IndexedDataset", "IndexedDatasetBuilder", "FastaDataset"):
+        if hasattr(module, name):
+            getattr(module, name).__new__ = staticmethod(_make)
 
 
 def _make(cls: type, path: str = "", *_, **__):
+    """Refuses the older formats only in fairseq's commands: other programs may use these classes."""
     if "Fasta" in cls.__name__ or is_fairseq_command():
         raise UsageError(f"{path}: cut off, or --dataset-impl lazy, cached or fasta; expected mmap")
     return object.__new__(cls)
