@@ -66,7 +66,7 @@ class Vocabulary:
             changed.setdefault(key, (tensor, change(tensor)))  # the old one keeps its address
             self.weights[name] = changed[key][1]
 
-    def _append(self, parts: Mapping[str, Sequence[str]]) -> None:
+    def append(self, parts: Mapping[str, Sequence[str]]) -> None:
         """Append words: embeddings are the means of those of their parts, the expert is that of the first."""
         row = {symbol: i for i, symbol in enumerate(self.symbols)}
         unknown = row["<unk>"]
@@ -81,10 +81,6 @@ class Vocabulary:
         if parts:
             self._change(grown)
             self.symbols += parts
-
-    def add_token(self, token: str, like: Sequence[str]) -> None:
-        """Append the token of a language, whose embedding is the mean of those of the tokens ``like``."""
-        self._append({token: like})
 
     def add_pieces(self, texts: Iterable[str], others: Iterable[str], number: int) -> list[str]:
         """Append pieces that shorten ``texts``, and letters of it that have none; returns the new pieces.
@@ -130,7 +126,7 @@ class Vocabulary:
                 break
             merged = kept
         added = [*letters, *merged]
-        self._append({piece: cutter.cut(piece) for piece in added})
+        self.append({piece: cutter.cut(piece) for piece in added})
         self.subwords = model
         return added
 

@@ -111,7 +111,7 @@ def _adapt(dataset: Dataset, source: Path, raw: Path, output: Path) -> None:
         for language, settings in dataset.new_languages.items():
             like = [settings["like"]] if "like" in settings else task["langs"]
             token, *tokens = (get_lang_tok(each, style) for each in (language, *like))
-            vocabulary.add_token(token, tokens)
+            vocabulary.append({token: tokens})
         if dataset.add_subwords:
             new = dataset.new_languages
             texts = (line for lang, line in _lines(dataset, raw) if lang in new)
