@@ -135,7 +135,7 @@ def directions(task, pairs: str | None = None) -> list[str]:
     for i, name in enumerate(names):
         if name not in known:
             source, _, target = name.partition("-")
-            directed = task_for(task, source, target or name, f"--lang-pairs {name}")
+            directed = task_for(task, source or "?", target or "?", f"--lang-pairs {name}")
             names[i] = "-".join(direction_of(directed))
     return list(dict.fromkeys(names))
 
