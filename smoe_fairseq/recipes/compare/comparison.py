@@ -107,7 +107,8 @@ def _common_directions(dataset: Dataset, systems: Mapping[str, "_System"]) -> li
         raise UsageError(f"no direction is scored in all of {runs}: {advice}")
     now = scores.test_checksums(dataset, common)
     if different := scores.different_tests(*one.runs.values(), *other.runs.values(), now=now):
-        scored = f"{first} or {second} was scored on another test set ({', '.join(different)})"
+        texts = f"another test set than that in {Folders(dataset).raw}"
+        scored = f"{first} or {second} was scored on {texts} ({', '.join(different)})"
         raise UsageError(f"{scored}: run scripts/evaluate.sh {dataset.name} for both again")
     return common
 

@@ -151,6 +151,7 @@ class _Archive:
 
     def sentences(self, split: str, pair: str) -> int:
         """The number of sentences in a split, 0 if it is missing; files may name the pair in either order."""
+        counts = []
         for order in both_orders(pair):
             names = list(_names(split, order))
             present = [name for name in names if (self.numbers / name).exists()]
@@ -164,8 +165,8 @@ class _Archive:
             if one != other:
                 both = f"{one} in {indices[0]} and {other} in {indices[1]}"
                 raise UsageError(f"{self.source} has {both}: expected as many sentences in both")
-            return one
-        return 0
+            counts.append(one)
+        return counts[0] if counts else 0
 
     def write_tests(self, text: Path, longest: int) -> None:
         """Copy the test text to ``text``, and binarise the tests that the archive has only as text."""

@@ -51,7 +51,8 @@ def prepare(dataset: Dataset, flags: Sequence[str] = ()) -> None:
     if source := source_of(dataset):
         own = dataset.own("pretrained") and dataset.own("subwords")
         if named := " ".join(flags) or own and f"{dataset.file}: `subwords`":
-            raise UsageError(f"{named}: {source} keeps its subwords; `add-subwords` adds some")
+            kept = f"the pretrained model {source} keeps its own; `add-subwords` adds some"
+            raise UsageError(f"{named}: {kept}")
         with quietly():
             from smoe_fairseq.recipes.data.adapt import check_languages, languages_of  # fairseq
 

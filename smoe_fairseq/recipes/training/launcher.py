@@ -87,7 +87,8 @@ def plan_launch(settings: Settings, extra: Sequence[str]) -> Launch:
     if launcher not in LAUNCHERS:
         raise UsageError(f"--launcher {launcher}: choose one of {', '.join(LAUNCHERS)}")
     if launcher == "plain" and several:
-        raise UsageError(f"--launcher plain is for one process, not --nodes {nodes} --gpus {gpus}")
+        both = f"--nodes {nodes} --gpus {gpus}"
+        raise UsageError(f"--launcher plain, one process, with {both}: choose torchrun or slurm")
     cpu = gpus == 0 or "--cpu" in extra
     if not cpu and launcher != "slurm" and not settings.dry_run:
         import torch
