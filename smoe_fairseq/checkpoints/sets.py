@@ -66,9 +66,13 @@ class Shards:
         files, pending = rank_files(name), rank_files(name, PENDING)
         if not files and not pending:
             return cls([path], optimizer_state)
+        ranks = files.keys() | pending.keys()
         if path.exists() and rank_of(path) is None:
-            raise UsageError(f"{path} and {rank_file(name, 0)} both exist: move one of them away")
-        paths = [rank_file(name, rank) for rank in range(len(files.keys() | pending.keys()))]
+            other = rank_file(name, min(ranks))
+            raise UsageError(f"{path} and {other} both exist: move one of them away")
+        if missing := {*range(len(ranks))} - ranks:
+            raise UsageError(f"{rank_file(name, min(missing))} is missing")
+        paths = [rank_file(name, rank) for rank in range(len(ranks))]
         return cls(_newest_set(paths) if pending else paths, optimizer_state)
 
     def _check_parts(self, file: Path, state: dict) -> None:
