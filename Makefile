@@ -1,5 +1,5 @@
 # make demo   train and evaluate an SMoE on the built-in corpus
-# make test   run the tests, in about 16 minutes on two cores
+# make test   run the tests, in about 12 minutes on two cores
 # make soak   run the long tests: kills, more settings, real launchers, in about 30 minutes
 # make lint   check format and style
 # make docs   write the site of docs/ to build/site
@@ -51,7 +51,7 @@ demo: $(DONE)
 	@$(RUN) bash scripts/demo.sh
 
 test: $(DONE)
-	@echo "The tests, in $(JOBS) processes: about 16 minutes on two cores"
+	@echo "The tests, in $(JOBS) processes: about 12 minutes on two cores"
 	@$(RUN) $(TEST) -n $(JOBS)
 
 soak: $(DONE)
