@@ -221,7 +221,8 @@ def test_a_rank_that_is_killed_is_named_in_one_sentence(planned, does, named):
 @pytest.mark.soak
 def test_ranks_that_are_interrupted_end_without_a_stack_trace(planned, tmp_path):
     words = planned(0, "2").words("bash")[1:]
-    words = [sys.executable, *words, "-c", f"echo > {tmp_path}/$RANK; exec sleep 600"]
+    # Each waits until torchrun knows that it has started: what is interrupted meanwhile is left behind.
+    words = [sys.executable, *words, "-c", f"sleep 2; echo > {tmp_path}/$RANK; exec sleep 600"]
     process = started(words, None)
     wait_until(lambda: {"0", "1"} <= {path.name for path in tmp_path.iterdir()}, process)
     process.send_signal(signal.SIGINT)

@@ -123,9 +123,9 @@ def test_segmentations_change_and_texts_and_limits_do_not(data, model, name):
 def test_workers_epochs_and_seeds(data, model):
     task, same, other = (task_of(data, "multilingual", seed=seed) for seed in (3, 3, 4))
     first, again = batches(task), batches(same, workers=2)
-    for one, other in zip(first, again, strict=True):
-        assert torch.equal(one["target"], other["target"]) and torch.equal(one["id"], other["id"])
-        assert torch.equal(one["net_input"]["src_tokens"], other["net_input"]["src_tokens"])
+    for one, twin in zip(first, again, strict=True):
+        assert torch.equal(one["target"], twin["target"]) and torch.equal(one["id"], twin["id"])
+        assert torch.equal(one["net_input"]["src_tokens"], twin["net_input"]["src_tokens"])
     first, seed = (by_pair(t, model, batches(t)) for t in (task, other))
     task.dataset("train").set_epoch(2)
     second = by_pair(task, model, batches(task, epoch=2))
