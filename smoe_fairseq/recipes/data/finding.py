@@ -38,6 +38,11 @@ class Section:
     beside: tuple[str, ...] = ()  # all languages that are read from the file of both
 
     @property
+    def is_divided(self) -> bool:
+        """Whether it is a part of a text that holds all splits."""
+        return self.hash_range is not None or self.stop is not None
+
+    @property
     def size(self) -> int:
         """Bytes to read, as an estimate: compressed files count three times."""
         files = {file for file in self.files.values() if file is not None}
@@ -353,6 +358,12 @@ def missing(dataset: Dataset, source: Path, split: str, pair: str) -> str:
         if folder := place.folder():
             return missing(dataset, folder, split, pair)
         expected = f"{split}.{pair}.tsv, or {split}.{first} and {split}.{second}"
+        for begin in (f"{split}.{pair}.", f"{split}."):
+            files = place.by_language(begin)
+            if None in files.values() and len({*files.values()}) > 1:
+                lacks = next(language for language, file in files.items() if file is None)
+                has = next(filter(None, files.values()))
+                return f"{source / f'{begin}{lacks}'} is missing, the other side of {has}"
     there = sorted(path.name for path in source.glob("[!.]*"))
     listed = ", ".join(there[:9]) + f" and {len(there) - 9:,} more" * (len(there) > 9)
     begin = f"`raw: {{splits: {{{split}: NAME}}}}` if its files begin with another NAME"

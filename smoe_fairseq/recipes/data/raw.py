@@ -41,8 +41,7 @@ def gather(dataset: Dataset, source: Path, target: Path, workers: int = 1) -> No
         parts = {s: each for (s, p), each in sections.items() if p == pair and not each.elsewhere}
         if dataset.source.get("sacrebleu"):
             parts.pop("test", None)
-        # Whether it is a part of a text that holds all splits.
-        if len({p.hash_range is not None or p.stop is not None for p in parts.values()}) > 1:
+        if len({part.is_divided for part in parts.values()}) > 1:
             files = ", ".join(f"{s} in {[*each.files.values()][0]}" for s, each in parts.items())
             raise UsageError(f"{pair} has {files}: expected files for all, or one text to divide")
     counts = write(dataset, sections, target, workers)

@@ -35,7 +35,6 @@ from smoe_fairseq.recipes.folders import (
     refuse_twice,
     run_method,
     run_seed,
-    test_file,
     vocab_size,
 )
 from smoe_fairseq.recipes.pretrained import STARTED, started
@@ -240,14 +239,14 @@ def commands(dataset: Dataset, run: Path, strata: bool, sharded: bool) -> list[s
     ``sharded``: the evaluation has joined the experts of all ranks in one checkpoint.
     """
     checkpoint, lines = checkpoint_file(run, dataset.checkpoint), []
-    tested = [d for d in dataset.all_directions if test_file(dataset, d, d.split("-")[1]).exists()]
-    tested = tested or dataset.all_directions  # a dry run before there is text
+    every = dataset.all_directions
+    tested = [*scores.test_checksums(dataset, every)] or every  # all in a dry run without text
     if sharded and checkpoint.parent == run:  # an average is one file already
         checkpoint = run / CONSOLIDATED / checkpoint.name
     if strata:
         analyze = ["smoe", "analyze", Folders(dataset).binary_path()]
         analyze += ["--path", checkpoint, "--gen-subset", "test", "--output", run / ANALYSIS]
-        if dataset.keep or len(tested) < len(dataset.all_directions):
+        if dataset.keep or len(tested) < len(every):
             analyze += ["--lang-pairs", ",".join(tested)]
         lines = [command("rm", "-rf", run / ANALYSIS), command(*analyze)]
     kept = replace(dataset, pairs=dataset.keep).directions
