@@ -190,16 +190,17 @@ def _fork(
 
 
 def touch_binarised(folder: Path, dataset: str, *pairs: str) -> Path:
-    """Empty files in place of a data set's binarised text, for programs that do not read it."""
+    """Files of one byte in place of a data set's binarised text, for programs that do not read it."""
     from smoe_fairseq.recipes.datasets import load_dataset
 
     binary = folder / "data" / dataset / "bin"
     binary.mkdir(parents=True, exist_ok=True)
     for pair in pairs or load_dataset(dataset).pairs:
         for language in pair.split("-"):
-            names = (f"{split}.{pair}.{language}.idx" for split in ("train", "valid"))
+            texts = (f"{split}.{pair}.{language}" for split in ("train", "valid"))
+            names = (f"{text}.{end}" for text in texts for end in ("bin", "idx"))
             for name in (f"dict.{language}.txt", *names):
-                (binary / name).touch()
+                (binary / name).write_text("x")
     return binary
 
 

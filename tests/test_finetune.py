@@ -227,7 +227,7 @@ assert "smoe_fairseq" not in sys.modules
         ({"new-languages": {}}, ("add-subwords", "new-languages")),
         ({"languages": {"de": "deu_Latn"}}, ("`languages`", "de")),
         ({"languages": {"en": "swh_Latn"}}, ("`languages`", "swh_Latn")),
-        ({"pretrained": "facebook/nllb-200"}, ("pretrained: facebook/nllb-200", "hf download")),
+        ({"pretrained": "facebook/nllb-200"}, ("facebook/nllb-200", "hf download")),
         ("--vocab-size 400", ("--vocab-size", "pretrained")),
         ({"subwords": {"vocab-size": 500}}, ("mine.yaml: `subwords`", "add-subwords")),
         ({"pretrained": None}, ("new-languages", "--pretrained")),

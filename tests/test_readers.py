@@ -738,8 +738,6 @@ def test_normalisation_by_a_file_and_by_name(tmp_path):
     typed = ["cafe\u0301", "caf\xe9"]  # as some systems write names of files, and as text is
     composed = model_of(tmp_path, text, user_defined_symbols=typed)
     assert composed.encode("a caf\xe9s", out_type=str)[-2] == "caf\xe9"
-    with pytest.raises(UsageError, match="--normalization absent"):
-        model_of(tmp_path, text, normalization="absent")
 
 
 @pytest.mark.parametrize("blank", ["", " "])

@@ -45,7 +45,8 @@ def test_a_flag_does_what_its_variable_does(tmp_path, words, variables):
 def test_an_archive_of_text_is_to_be_unpacked(tmp_path):
     (tmp_path / "x.zip").touch()
     words = ("prepare", "multi30k", "--raw", "x.zip")
-    refused(step_here(*words, cwd=tmp_path, **GIVEN), "--raw x.zip")
+    for dry_run in "", "1":
+        refused(step_here(*words, cwd=tmp_path, **GIVEN, DRY_RUN=dry_run), "--raw x.zip")
 
 
 IN_A_STUDY = ("--gpus -1", "--nodes 0", "--jobs 0", "--batch 0", "--precision fp9", "--launcher x")
@@ -76,6 +77,8 @@ IN_A_STUDY = ("--gpus -1", "--nodes 0", "--jobs 0", "--batch 0", "--precision fp
         *((f"study multi30k moe {x} own", 1, x) for x in ("--save-dir", "--log-file")),
         # An evaluation sets these itself.
         *((f"evaluate multi30k moe {x} x", 1, x) for x in ("--path", "--results-path", "--langs")),
+        ("evaluate multi30k moe --nbest 2", 1, "--nbest"),  # would score each line twice
+        ("prepare multi30k --normalization NFC", 1, "--normalization: NFC"),
         ("evaluate multi30k moe -s x", 1, "--source-lang"),
         ("evaluate multi30k moe --lang-pairs en-fr", 1, "--lang-pairs"),  # would choose nothing
         ("evaluate multi30k moe --num-shards 2", 1, "--num-shards"),  # would translate all

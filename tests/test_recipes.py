@@ -251,11 +251,11 @@ def test_steps_out_of_order_name_the_missing_step(tmp_path):
 
 
 @pytest.mark.parametrize("words", ["prepare tiny", "train tiny dense", "study tiny dense"])
-@pytest.mark.parametrize("name", ["dict.c.txt", "valid.a-b.b.idx"])
+@pytest.mark.parametrize("name", ["dict.c.txt", "valid.a-b.b.idx", "train.a-b.a.bin"])
 def test_what_a_prepared_data_set_lacks_is_named(tmp_path, words, name):
     given = write_dataset(tmp_path / "configs", "tiny", pairs=["a-b", "c-a"], raw={})
     binary = touch_binarised(tmp_path, "tiny", "a-b", "a-c")
-    (binary / name).unlink()
+    (binary / name).unlink() if name.endswith("idx") else (binary / name).write_text("")
     assert name in refusal(step_here(*words.split(), cwd=tmp_path, GPUS="0", **given))
 
 

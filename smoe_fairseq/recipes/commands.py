@@ -21,6 +21,8 @@ from smoe_fairseq.recipes.processes import recipe
 from smoe_fairseq.recipes.settings import SETTINGS, Settings
 from smoe_fairseq.subwords import SPECIAL
 
+# sentencepiece's rule names, by value of --normalization; those of nfc are ours.
+NORMALIZATIONS = {"nfc": "", "nfkc": "nmt_nfkc", "identity": "identity"}
 NEAR = 0.85  # similarity at which an unknown flag is reported as a mistyped setting
 _FOLDERS = ("DATA_DIR", "RUN_DIR", "CONFIG_DIR", "DRY_RUN")
 _TRAINING = ("GPUS", "NODES", "LAUNCHER", "BATCH", "PRECISION", "FORECAST")
@@ -231,6 +233,13 @@ def _symbol(text: str) -> str:
     return text
 
 
+def _normalization(text: str) -> str:
+    if text not in NORMALIZATIONS and not os.path.isfile(text):
+        expected = f"expected {', '.join(NORMALIZATIONS)}, or a file of sentencepiece's rules"
+        raise ArgumentTypeError(f"{text}: {expected}")
+    return text
+
+
 def _sentences(text: str) -> int:
     number = at_least(int, 0, 2**63 - 1)(text)
     if 0 < number <= 100:  # which sentencepiece refuses
@@ -252,7 +261,7 @@ def add_subword_options(parser: ArgumentParser, vocab_size: int | None = None) -
     nfkc = "nfkc (sentencepiece's default; changes punctuation)"
     rules = f"nfc (looks the same), {nfkc}, identity, or a file of sentencepiece's rules"
     text = f"normalisation of text, in learning and in encoding: {rules}"
-    add("--normalization", text, "nfc", metavar="NAME")
+    add("--normalization", text, "nfc", metavar="NAME", type=_normalization)
     split = "split characters without a subword into bytes, which take 256 of the subwords"
     add("--byte-fallback", split, False, action="store_true")
     whole = {"nargs": "+", "metavar": "SYMBOL", "type": _symbol}

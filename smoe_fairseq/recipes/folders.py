@@ -78,10 +78,12 @@ class Folders:
         again = f"delete {self.binary} and run scripts/prepare.sh {self.dataset} again"
         for pair, split in itertools.product(self.dataset.pairs, ("train", "valid")):
             for language in pair.split("-"):
-                texts = [f"{split}.{order}.{language}.idx" for order in both_orders(pair)]
-                for names in ([f"dict.{language}.txt"], texts):
-                    if not any((folder / name).exists() for name in names):
-                        missing = f"{folder / names[0]} is missing"
+                texts = [f"{split}.{order}.{language}" for order in both_orders(pair)]
+                content = ([f"{text}.{end}" for text in texts] for end in ("bin", "idx"))
+                for names in ([f"dict.{language}.txt"], *content):
+                    found = filter(Path.exists, map(folder.joinpath, names))
+                    if not any(file.stat().st_size for file in found):
+                        missing = f"{folder / names[0]} is missing or empty"
                         raise UsageError(f"{missing}: {again}, or leave {pair} out of `pairs`")
 
     def check_languages(self, record: Path) -> None:

@@ -59,7 +59,7 @@ def parse_flags(program: str, words: Sequence[str]) -> DictConfig:
 
 # Flags of fairseq-generate that the recipe for evaluation sets.
 RECIPE_FLAGS = {
-    *("path", "results-path", "gen-subset", "num-shards", "shard-id"),
+    *("path", "results-path", "gen-subset", "num-shards", "shard-id", "nbest"),
     *("source-lang", "target-lang", "langs", "lang-pairs"),
 }
 TRAIN_FLAGS = {"save-dir", "log-file", "user-dir"}  # and those of fairseq-train

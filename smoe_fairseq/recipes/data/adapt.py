@@ -54,7 +54,7 @@ def languages_of(source: Path) -> list[str] | None:
     """The languages of a folder of transformers (None: our export), a run or a checkpoint; see `task_of`."""
     if not os.path.lexists(source) and source.suffix != ".pt":
         advice = "`hf download NAME --local-dir FOLDER` gets a model from the hub"
-        raise UsageError(f"`pretrained: {source}`: expected a run, checkpoint or folder; {advice}")
+        raise UsageError(f"{source}: expected a pretrained run, checkpoint or folder; {advice}")
     if not is_foreign(source):
         return task_of(source)[1]["langs"]
     if read_json(source / "config.json").get("model_type") in huggingface_m2m.KINDS:

@@ -225,7 +225,8 @@ def _prepare(dataset: Dataset, flags: Sequence[str]) -> None:
             raise UsageError(f"{unused}: {archive} is used as its authors binarised it; {advice}")
         run(_adopted(dataset, archive), dataset.settings)
         return
-    if source and not source.is_dir() and not dataset.raw.get("messages") and not dry_run:
+    missing = source and not source.is_dir() and (source.exists() or not dry_run)
+    if missing and not dataset.raw.get("messages"):
         expected = f"expected a folder with the text of {dataset.name}, unpacked"
         raise UsageError(f"--raw {source}: {expected}")
     if source and dataset.source.get("datasets"):

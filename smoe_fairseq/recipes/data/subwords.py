@@ -20,7 +20,7 @@ from smoe_fairseq.errors import UsageError
 from smoe_fairseq.files import refuse_existing, whole_files, whole_folder, write_whole
 from smoe_fairseq.flags import positive
 from smoe_fairseq.host_memory import machine_memory
-from smoe_fairseq.recipes.commands import add_subword_options
+from smoe_fairseq.recipes.commands import NORMALIZATIONS, add_subword_options
 from smoe_fairseq.recipes.data import readers
 from smoe_fairseq.recipes.data.compression import COMPRESSED
 from smoe_fairseq.recipes.data.normalization import nfc_rules
@@ -36,8 +36,6 @@ _SPECIAL_PIECES = 3  # <unk>, <s> and </s>, which fairseq adds to every dictiona
 # Measured bytes of memory per byte of training text (docs/reproduce.md).
 _BYTES_PER_BYTE = {"unigram": 21, "bpe": 6}
 _LEARN = "learn a sentencepiece model: DIR/spm.model, and DIR/dict.txt for fairseq-preprocess"
-# sentencepiece's rule names, by value of --normalization.
-_NAMES = {"nfkc": "nmt_nfkc", "identity": "identity"}
 # A line in a file of rules for sentencepiece.
 _RULE = re.compile(r"[0-9A-Fa-f]+( [0-9A-Fa-f]+)*\t([0-9A-Fa-f]+ ?)*(\t.*)?")
 _ENCODE = "split text into subwords; for each TEXT, writes a file of the same name to DIR"
@@ -161,11 +159,8 @@ def _rules(normalization: str, folder: Path, output: Path) -> dict[str, str | No
     if normalization == "nfc":
         write_whole(folder / "nfc.tsv", nfc_rules(), str(output / "dict.txt"))
         return {"normalization_rule_tsv": f"{folder}/nfc.tsv"}
-    if normalization in _NAMES:
-        return {"normalization_rule_name": _NAMES[normalization]}
-    if not Path(normalization).is_file():
-        expected = f"nfc, {', '.join(_NAMES)}, or a file of sentencepiece's rules"
-        raise UsageError(f"--normalization {normalization}: expected {expected}")
+    if normalization in NORMALIZATIONS:
+        return {"normalization_rule_name": NORMALIZATIONS[normalization]}
     for number, line in enumerate(readers.lines(Path(normalization)), 1):
         if not _RULE.fullmatch(line):
             expected = "expected numbers of letters, a tab and others, such as 41 30A<tab>C5"
