@@ -135,7 +135,7 @@ def test_a_plugin_that_is_missing_is_named(named, monkeypatch):
 GATE = "from smoe_fairseq.modules.gates import register_gate\n@register_gate('mine')\n"
 OTHERS = [  # a plugin, and what the sentence names
     (PLUGIN.read_text().replace('"sinkhorn"', '"topk"'), "topk"),
-    *((LOSS.format(name, 0), name) for name in ("nll_loss", "moe_l1_loss", "moe_z_loss")),
+    *((LOSS.format(name, 0), name) for name in ("nll_loss", "moe_l1_loss", "moe_z_loss", "a=b")),
     *((GATE + gate, "own.py") for gate in ("class G:\n    pass\n", "class G\n")),
 ]
 
@@ -146,10 +146,12 @@ def test_a_name_that_is_taken_or_another_class_is_refused(tmp_path, content, nam
     refused(run("smoe", "path", check=False, SMOE_PLUGINS=str(tmp_path / "own.py")), named)
 
 
-def test_logits_of_another_shape_are_refused():
-    block = StratifiedMoE(D, D, strata="4")
-    block.gates[0].logits = lambda x: x[:, :1]
-    with pytest.raises(ValueError, match="logits"):
+@pytest.mark.parametrize("method", ["logits", "combine"])
+def test_an_output_of_another_shape_is_refused(method):
+    block = StratifiedMoE(D, D, strata="4", shared_experts=1)
+    part = block.gates[0] if method == "logits" else block.branches[0]
+    setattr(part, method, lambda x, *_: x[:, :1])
+    with pytest.raises(ValueError, match=method):
         block(torch.randn(3, D))
 
 

@@ -222,6 +222,9 @@ class StratifiedMoE(nn.Module):
             (out_TD, weights), outputs = result
             for branch, output in zip(self.branches, outputs, strict=True):
                 out_TD = branch.combine(out_TD, output)
+                if out_TD.shape != h_TD.shape:  # else one column would be added to all
+                    shapes = f"the shape {tuple(out_TD.shape)}; expected {tuple(h_TD.shape)}"
+                    raise ValueError(f"combine of the branch {type(branch).__name__} has {shapes}")
             # x <- y + x (eq. 7)
             y_TD = self.layer_norms.leave(y_TD, out_TD, tokens)
             if with_stats:

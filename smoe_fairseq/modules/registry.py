@@ -1,6 +1,7 @@
 """Parts by name: the gates, and what other packages add by ``@register_gate`` and the like."""
 
 import math
+import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
@@ -17,10 +18,14 @@ class Registry(dict):
         """A decorator that adds a class or function under this name.
 
         Raises:
-            ValueError: another module has registered the name, or the part is not of the kind's class.
+            ValueError: another module has registered the name, no flag could hold it, or the part is not of
+                the kind's class.
         """
 
         def add(part):
+            if not re.fullmatch(r"[\w.-]+", name):  # it stands in lists and in NAME=NUMBER
+                expected = "expected letters, digits and any of _ . -"
+                raise ValueError(f"{self.kind} {name!r} of {part.__module__}: {expected}")
             if self.base and not (isinstance(part, type) and issubclass(part, self.base)):
                 expected = f"expected a subclass of {self.base.__module__}.{self.base.__name__}"
                 raise ValueError(f"{self.kind} {name!r} of {part.__module__}: {expected}")
