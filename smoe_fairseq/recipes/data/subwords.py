@@ -7,11 +7,12 @@ import shlex
 import tempfile
 import unicodedata
 from argparse import ArgumentParser, Namespace
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
+import regex
 import sentencepiece
 
 from smoe_fairseq.ending import ended_by_signals
@@ -29,7 +30,6 @@ from smoe_fairseq.recipes.folders import final, print_written, shard_names
 from smoe_fairseq.recipes.processes import warn
 from smoe_fairseq.recipes.program_flags import arguments
 from smoe_fairseq.subwords import composer, read_subwords
-from smoe_fairseq.translate.sentences import divide
 
 _LONGEST = 4192  # bytes of a line; sentencepiece leaves out longer ones
 _SPECIAL_PIECES = 3  # <unk>, <s> and </s>, which fairseq adds to every dictionary
@@ -121,7 +121,7 @@ def learn_from(
     with tempfile.TemporaryDirectory() as folder, ended_by_signals():
         rules = _rules(normalization, Path(folder), output)
         whole = (line for file in files for line in readers.lines(file))
-        lines = (part for line in whole for part in divide(line, _fits))
+        lines = (part for line in whole for part in _divided(line))
         if (first := next(filter(str.strip, lines), None)) is None:
             raise UsageError(f"{raw} has no text to learn from")
         sentencepiece.set_random_generator_seed(1)  # for the draw of --input-sentence-size
@@ -180,9 +180,18 @@ def _cannot_learn(raw: Path, options: Mapping, error: str) -> UsageError:
     return UsageError(f"{failed}: {reason or error}")
 
 
-def _fits(text: str) -> bool:
-    """Whether sentencepiece does not leave the text out."""
-    return len(text) * 4 <= _LONGEST or len(text.encode()) <= _LONGEST
+def _divided(line: str) -> Iterator[str]:
+    """The line in parts that sentencepiece does not leave out, divided at blanks or else between letters."""
+    part, size = "", 0
+    for letter in [line] if len(line) * 4 <= _LONGEST else regex.findall(r"\X", line):
+        size += len(letter.encode())
+        if size > _LONGEST:
+            cut = part.rfind(" ") + 1 or len(part)
+            yield part[:cut]
+            part = part[cut:]
+            size = len((part + letter).encode())
+        part += letter
+    yield part
 
 
 def _check_memory(raw: Path, files: list[Path], options: dict) -> None:
