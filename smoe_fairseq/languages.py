@@ -16,14 +16,20 @@ import regex
 from langcodes import Language
 from langcodes.data_dicts import LANGUAGE_ALPHA3
 
-# Scripts without spaces between words, by ISO 15924 codes; and words, or letters of such a script. Tibetan
-# divides syllables by marks (U+0F0B and others), which are about words.
+# Scripts without spaces between words, by ISO 15924 codes; and words, or what is about as long in these
+# scripts: two letters in East Asia, else four. Tibetan divides syllables by marks (U+0F0B and others).
 UNSPACED = frozenset(
     "Hani Hans Hant Jpan Hira Kana Thai Laoo Khmr Mymr Tibt Tavt Tale Talu Lana Bali Java Yiii".split()
 )
 _SCRIPTS = sorted(UNSPACED - {"Hans", "Hant", "Jpan", "Tibt"})
-_UNSPACED = "".join(rf"\p{{Script={script}}}" for script in _SCRIPTS)
-_WORDS = regex.compile(rf"[{_UNSPACED}]\p{{M}}*|[^\s\u0f0b-\u0f14{_UNSPACED}]+")
+_EAST = ("Hani", "Hira", "Kana", "Yiii")
+_DENSE, _LOOSE = (
+    "".join(rf"\p{{Script={script}}}" for script in _SCRIPTS if (script in _EAST) == east)
+    for east in (True, False)
+)
+_WORDS = regex.compile(
+    rf"(?:[{_DENSE}]\p{{M}}*){{1,2}}|(?:[{_LOOSE}]\p{{M}}*){{1,4}}|[^\s\u0f0b-\u0f14{_DENSE}{_LOOSE}]+"
+)
 _PERHAPS = re.compile("[\u0e00-\u1bff\u2e80-\uabff\uf900-\ufaff\U00016000-\U0003ffff]")  # is faster
 
 
@@ -76,7 +82,7 @@ def bleu_tokenizer(name: str) -> str:
 
 
 def words_in(text: str) -> int:
-    """The number of words; of letters in scripts without spaces between words, of syllables in Tibetan."""
+    """The number of words; about it in scripts without spaces between words, of syllables in Tibetan."""
     if text.isascii() or not _PERHAPS.search(text):
         return len(text.split())
     return len(_WORDS.findall(text))

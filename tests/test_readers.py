@@ -839,6 +839,13 @@ def test_text_that_is_divided_already_is_told(tmp_path):
     assert done.returncode == 0 and "have \u2581" in done.stderr
 
 
+def test_names_of_languages_may_be_text(tmp_path, capsys):
+    (tmp_path / "en-de.tsv").write_text("German\tDeutsch\n")
+    files = dict.fromkeys(("en", "de"), tmp_path / "en-de.tsv")
+    assert [*readers.pairs(files)] == [("German", "Deutsch")]
+    assert not capsys.readouterr().err
+
+
 def test_lines_end_at_line_feeds_alone(tmp_path):
     (tmp_path / "a").write_bytes("a\u2028b\r\nc\x85d\n\n".encode())
     assert [*readers.lines(tmp_path / "a")] == ["a\u2028b", "c\x85d", ""]
@@ -846,26 +853,28 @@ def test_lines_end_at_line_feeds_alone(tmp_path):
 
 @pytest.mark.soak
 def test_tests_in_the_training_text_of_other_pairs(tmp_path):
-    """Of en-de, the English is in training with French; its German stands nowhere else."""
+    """Of en-de, the English is in training with French; of de-fr, which is only scored, the French."""
     raw = write_text(tmp_path / "text", "en-fr", train=300, valid=20, test=12)
     write_text(raw, "en-de", train=100, valid=20, test=12)
     for language, text in (("en", "A cat sleeps .\n"), ("de", "Eine Katze .\n")):
         (raw / f"test.en-de.{language}").write_text(text)
+    for language, text in (("de", "Die Katze .\n"), ("fr", "Un chat .\n")):
+        (raw / f"test.de-fr.{language}").write_text(text)
     for language, text in (("en", "A cat sleeps .\n"), ("fr", "Un chat .\n")):
         with open(raw / f"train.en-fr.{language}", "a") as train:
             train.write(text)
     found = {}
     for overlap in ("drop", "drop-all"):
-        content = {"subwords": {"vocab-size": 60}, "clean": {"overlap": overlap}}
+        content = {"subwords": {"vocab-size": 60}, "clean": {"overlap": overlap}, "keep": ["de-fr"]}
         given = write_dataset(tmp_path / overlap, "tiny", pairs=["en-fr", "en-de"], **content)
         folder = tmp_path / overlap
         done = step_here("prepare", "tiny", cwd=folder, RAW=str(raw), WORKERS="1", **given)
         assert done.returncode == 0, done.stderr
         found[overlap] = json.loads((folder / "data/tiny/left_out.json").read_text())["en-fr"]
-        (row,) = (line for line in done.stdout.splitlines() if line.startswith("| en-de"))
         leaks = overlap == "drop"
-        assert ("0 / 0 / 0 / 1 (!)" in row, "0 / 0 / 0 / 0 " in row) == (leaks, not leaks)
-        assert (
-            ("overlap: drop-all" in done.stderr) == ("en-de: 1 sentences" in done.stderr) == leaks
-        )
+        assert ("overlap: drop-all" in done.stderr) == leaks
+        for pair in "en-de", "de-fr":
+            (row,) = (line for line in done.stdout.splitlines() if line.startswith(f"| {pair}"))
+            assert ("0 / 0 / 0 / 1 (!)" in row, "0 / 0 / 0 / 0 " in row) == (leaks, not leaks)
+            assert (f"{pair}: 1 sentences" in done.stderr) == leaks
     assert found["drop-all"]["overlap"] == found["drop"].get("overlap", 0) + 1

@@ -106,12 +106,13 @@ def test_a_committed_report_is_made_of_the_files_beside_it(report, tmp_path):
         assert " /" not in about["command"]  # of any machine
 
 
-def test_scores_of_different_signatures_are_named(two_runs):
+@pytest.mark.parametrize("metric", ["BLEU", "chrF++"])
+def test_scores_of_different_signatures_are_refused(two_runs, metric):
     folder, _ = two_runs
-    file = folder / "results/multi30k/moe/scores.json"
-    file.write_text(file.read_text().replace("tok:13a", "tok:char"))
-    result = report_of(folder)
-    assert result.returncode == 0 and "en-de cannot be compared" in result.stderr
+    for run in ("moe", "smoe-4-4"):
+        other = {"signature": run} if metric == "BLEU" else {"others": {metric: [1.0, run]}}
+        change_scores(folder / "results/multi30k" / run, "en-de", **other)
+    assert f"multi30k: {metric} of en-de" in refusal(report_of(folder))
 
 
 def test_numbers_and_pictures(two_runs):

@@ -31,6 +31,7 @@ from test_training import train as train_smoe
 
 from smoe_fairseq.errors import UsageError
 from smoe_fairseq.models import SMoETransformerModel
+from smoe_fairseq.translate import load
 from smoe_fairseq.translate.load import TrainedModel
 from smoe_fairseq.translate.readout import Hypothesis, Translation, joined
 from smoe_fairseq.translate.sentences import divide, split_sentences
@@ -476,6 +477,15 @@ def test_runs_that_cannot_be_used(prepared, two_updates, tmp_path, monkeypatch):
         (str(prepared / "runs/tiny/smoe-2-2"), {"bpe": "subword_nmt"}, "bpe"),
     ):
         assert sentence in sentence_of(SMoETransformerModel.from_pretrained, run_, **words)
+
+
+def test_dictionaries_of_the_languages_come_before_one_for_all(tmp_path):
+    """That may be a copy for another program."""
+    for name in ("run/dict.txt", "data/dict.en.txt"):
+        (tmp_path / name).parent.mkdir()
+        (tmp_path / name).touch()
+    for saved, folder in {"data": "data", "": "run", "nowhere": "run"}.items():
+        assert load.data_of(tmp_path / "run/x.pt", saved) == str(tmp_path / folder)
 
 
 # fairseq's commands

@@ -76,15 +76,20 @@ def data_of(checkpoint: Path, saved: str, data: Path | str | None = None) -> str
         UsageError: there are no dictionaries.
     """
     if data is not None:
-        if _has_dictionaries(Path(data)):
+        if any(Path(data).glob("dict*.txt")):
             return str(data)
         raise UsageError(f"{data} has no dictionaries: expected a folder with dict.*.txt")
-    folder = checkpoint.resolve().parent
-    if _has_dictionaries(folder):
-        return str(folder)
-    for part in dict.fromkeys([saved, split_paths(saved)[0]]):  # it may have a colon
-        for place in (*(above / part for above in folder.parents), Path(part)):
-            if _has_dictionaries(place):
+    places = [folder := checkpoint.resolve().parent]
+    for part in (
+        dict.fromkeys([saved, split_paths(saved)[0]]) if saved else ()
+    ):  # it may have a colon
+        places += [*(above / part for above in folder.parents), Path(part)]
+    for name in (
+        "dict.*.txt",
+        "dict.txt",
+    ):  # beside a checkpoint, the second may be a copy for others
+        for place in places:
+            if place.is_dir() and any(place.glob(name)):
                 return str(place)
     raise UsageError(
         f"{saved or 'a folder'}, with the dictionaries that {checkpoint} was trained with, is missing: "
@@ -110,10 +115,6 @@ def knowing_direction(data: str, expected: str) -> Iterator[None]:
         if not str(error).startswith("Could not infer language pair"):
             raise
         raise UsageError(f"{data}: unknown direction; expected {expected}") from None
-
-
-def _has_dictionaries(folder: Path) -> bool:
-    return folder.is_dir() and any(folder.glob("dict.*"))
 
 
 _RANDOM = (

@@ -23,7 +23,6 @@ from smoe_fairseq.recipes.datasets import Dataset, load_dataset
 from smoe_fairseq.recipes.evaluation import scores
 from smoe_fairseq.recipes.folders import run_method, run_order
 from smoe_fairseq.recipes.pretrained import STARTED
-from smoe_fairseq.recipes.processes import warn
 from smoe_fairseq.recipes.study import results as study_results
 from smoe_fairseq.recipes.study.results import Result, Systems, folder_of
 from smoe_fairseq.recipes.training import identity
@@ -100,9 +99,10 @@ def _systems(dataset: Dataset) -> dict[str, list[Result]]:
         if len(runs) > 1:
             ways = " and ".join(f"{run} with {way or 'the usual'}" for way, run in runs.items())
             raise UsageError(f"runs are evaluated in different ways: {ways}: evaluate them alike")
-    if mixed := scores.different_signatures(*(result.scores for result in results)):
-        where = f"{folder_of(dataset)}: scores of {', '.join(sorted(mixed))}"
-        warn(f"{where} cannot be compared, since their sacreBLEU signatures differ")
+    for metric in scores.BLEU, scores.CHRF:
+        if mixed := scores.different_signatures(*(r.scores for r in results), metric=metric):
+            where = f"{folder_of(dataset)}: {metric} of {', '.join(sorted(mixed))}"
+            raise UsageError(f"{where} has different signatures of sacreBLEU: score them alike")
     systems: dict[str, list[Result]] = {}
     for result in results:
         systems.setdefault(run_method(result.name), []).append(result)

@@ -54,14 +54,14 @@ class Row:
 
 
 def print_checks(dataset: Dataset, binary: Path, workers: int = 1) -> None:
-    """Print a row for each pair whose text was binarised in ``binary``, and advice on each problem."""
+    """Print a row for each pair of the text that was binarised in ``binary``, and advice on each problem."""
     folders = Folders(dataset)
     files = (file for pair in dataset.pairs for file in folders.texts("train", pair).values())
     size = sum(file.stat().st_size for file in files)
-    tests = {pair: _tests(folders, pair) for pair in dataset.pairs}
+    tests = {pair: _tests(folders, pair) for pair in dataset.all_pairs}
     row_of = functools.partial(_row, dataset, folders, binary, tests)
     with parallel_map(row_of, workers, size) as apply:
-        rows = list(apply(dataset.pairs))
+        rows = list(apply(dataset.all_pairs))
     for row in rows:
         seen = set().union(*(other.seen for other in rows if other is not row))
         row.leaked["other pairs"] = len(seen & tests[row.pair])
@@ -98,15 +98,16 @@ def _tests(folders: Folders, pair: str) -> set[tuple[str, str]]:
 
 
 def _row(dataset: Dataset, folders: Folders, binary: Path, tests_of: dict, pair: str) -> Row:
-    languages = pair.split("-")
+    """``pair`` may also be one that is only scored."""
+    languages, is_trained = pair.split("-"), pair in dataset.pairs
     training, testing = (folders.texts(split, pair) for split in ("train", "test"))
     tested = all(file.exists() for file in testing.values())
     tests = list(readers.pairs(testing)) if tested else []
     faults, row = Faults(tests), Row(pair, _left_out(folders.raw.with_name(LEFT_OUT), pair))
     counts = row.counts
     counts["kept"] = 0  # counted below, since the text may have been edited
-    others = set().union(*(tests_of[other] for other in dataset.pairs if other != pair))
-    for source, target in readers.pairs(training):
+    others = set().union(*(tests_of[other] for other in tests_of if other != pair))
+    for source, target in readers.pairs(training) if is_trained else ():
         counts["kept"] += 1
         bare = {side: unquoted(side) for side in (source, target)}
         counts["quoted"] += any(side != text for side, text in bare.items())
@@ -117,12 +118,12 @@ def _row(dataset: Dataset, folders: Folders, binary: Path, tests_of: dict, pair:
             counts["words", language] += words_in(line)
     counts.setdefault("read", counts["kept"])
     counts["marked tests"] = sum("\u2581" in source + target for source, target in tests)
-    validation = set(readers.pairs(folders.texts("valid", pair)))
+    validation = set(readers.pairs(folders.texts("valid", pair))) if is_trained else set()
     counts["tests"], counts["validated tests"] = len(tests), sum(x in validation for x in tests)
     counts["empty tests"] = sum(not (source and target) for source, target in tests)
     row.leaked = {side: len(texts) for side, texts in faults.leaked.items()}
     dropped = counts["max-words"] if dataset.clean.get("max-words") else 0
-    counts.update(_binarised(dataset, binary, pair))
+    counts.update(_binarised(dataset, binary, pair) if is_trained else {})
     counts["long"] = dropped + counts["too long"]
     model = read_subwords(binary / "spm.model")
     for language, text in zip(languages, zip(*tests)):

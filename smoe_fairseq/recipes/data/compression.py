@@ -99,8 +99,9 @@ def opened(path: Path) -> Iterator[IO[bytes]]:
     with open(path, "rb") as file:
         beginning = file.read(6)
     if path.suffix in MAGIC and beginning and compression_of(beginning) != path.suffix:
-        ending = compression_of(beginning) or "none of a compression"
-        raise UsageError(f"{path} is not compressed as its name says: expected the ending {ending}")
+        ending = compression_of(beginning)
+        expected = f"expected the ending {ending}" if ending else f"remove {path.suffix} from it"
+        raise UsageError(f"{path} is not compressed as its name says: {expected}")
     try:
         with COMPRESSED.get(path.suffix, COMPRESSED[""])(path) as content:
             yield content

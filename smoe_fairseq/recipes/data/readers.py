@@ -245,8 +245,9 @@ _ROLES = {"source", "target", "src", "tgt"}  # names of columns that do not tell
 
 def _places(languages: Languages, names: Names) -> tuple[int, int] | None:
     """The places of two languages in a line, or in a name such as en-de; None if one is missing."""
-    found = languages.among(names)
-    return None if None in found else tuple(map(names.index, found))
+    if None in languages.found(names):  # before `among` warns
+        return None
+    return tuple(map(names.index, languages.among(names)))
 
 
 def _json_lines(path: Path, languages: Languages) -> Iterator[Pair]:
