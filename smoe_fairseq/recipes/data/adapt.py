@@ -114,7 +114,7 @@ def _adapt(dataset: Dataset, source: Path, raw: Path, output: Path) -> None:
             vocabulary.append({token: tokens})
         if dataset.add_subwords:
             new = dataset.new_languages
-            texts = (line for lang, line in _lines(dataset, raw) if lang in new)
+            texts = (line for lang, line in _lines(dataset, raw, "train") if lang in new)
             others = (line for lang, line in _lines(dataset, raw) if lang not in new)
             added = vocabulary.add_pieces(texts, others, dataset.add_subwords)
             what = f"{len(added):,} subwords and letters of {', '.join(new)} added"
@@ -184,10 +184,10 @@ def _vocabulary(checkpoint: Path, state: dict, task: dict) -> tuple[Vocabulary, 
         raise UsageError(f"{other}: {error}") from None
 
 
-def _lines(dataset: Dataset, raw: Path) -> Iterator[tuple[str, str]]:
-    """Language and line of all text."""
+def _lines(dataset: Dataset, raw: Path, split: str = "") -> Iterator[tuple[str, str]]:
+    """Language and line of all text, or of a split's."""
     for file in text_files(raw, ",".join(dataset.all_pairs)):
-        for line in readers.lines(file):
+        for line in readers.lines(file) if file.name.startswith(split) else ():
             yield file.suffix[1:], line
 
 
