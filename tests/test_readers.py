@@ -314,11 +314,15 @@ def test_line_breaks_and_tabs_in_quoted_cells(tmp_path):
     """As Python's csv module writes and reads them."""
     cells = [("a", "b"), ("one\ntwo", "c"), ("d", "one\n\ntwo"), ("x\ny", 'z "q"\n"w"'), ("e", "f")]
     cells += [("a\tb", "c"), ("d", "e\t \t"), ("x\ty", 'z\t "q"\t'), ("g", "h")]
-    with open(tmp_path / "train.tsv", "w", newline="") as file:
-        csv.writer(file, "excel-tab", lineterminator="\n").writerows([("en", "ha"), *cells])
+    cells += [("a\nb\tc", "d"), ("e", "f\ng\th")]
     files = dict.fromkeys(("en", "ha"), tmp_path / "train.tsv")
-    read = [tuple(side.split() for side in pair) for pair in readers.pairs(files)]
-    assert read == [tuple(side.split() for side in pair) for pair in cells]
+    for quoting in csv.QUOTE_MINIMAL, csv.QUOTE_ALL:
+        with open(tmp_path / "train.tsv", "w", newline="") as file:
+            write = csv.writer(file, "excel-tab", lineterminator="\n", quoting=quoting)
+            write.writerows([("en", "ha"), *cells])
+        read = [tuple(side.split() for side in pair) for pair in readers.pairs(files)]
+        assert read == [tuple(side.split() for side in pair) for pair in cells]
+        cells += [("a\tb\nc", "d")]  # tells its rows only where all cells are quoted
     ends = ["a\tb\tc\n", 'a\t"b"\tc\n', 'a\t"b\tc\n', 'a\t"b\nc\n', '"a\nb\n', '"a\nb"\tc\td\n']
     for end in (*ends, 'a\t"b\nc"d\n'):
         (tmp_path / "train.tsv").write_text(f"en\tha\n{end}")

@@ -4,6 +4,7 @@ import gzip
 import http.server
 import json
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -257,6 +258,17 @@ def test_what_a_prepared_data_set_lacks_is_named(tmp_path, words, name):
     binary = touch_binarised(tmp_path, "tiny", "a-b", "a-c")
     (binary / name).unlink() if name.endswith("idx") else (binary / name).write_text("")
     assert name in refusal(step_here(*words.split(), cwd=tmp_path, GPUS="0", **given))
+
+
+def test_a_resumed_run_keeps_the_checkpoints_that_it_has(tmp_path):
+    folder = tmp_path / "runs/multi30k/moe"
+    folder.mkdir(parents=True)
+    for name in ("checkpoint_1_4.pt", "checkpoint_1_8.pt", "checkpoint2.pt"):
+        (folder / name).touch()
+    given, flag = {"DRY_RUN": "1", "GPUS": "0"}, "--keep-interval-updates"
+    for typed, number in (((), "2"), ((flag, "1"), "1")):
+        printed = succeeded(recipe(tmp_path, "train", "multi30k", "moe", *typed, **given)).stdout
+        assert re.findall(rf"{flag} (\S+)", printed)[-1] == number
 
 
 def test_a_home_that_no_shell_has_expanded(tmp_path):

@@ -27,7 +27,6 @@ from commands import (
     succeeded,
 )
 from commands import run as run_program
-from sentencepiece import SentencePieceProcessor
 from test_lock import holder
 from test_recipes import recipe, refusal, surroundings, table, write_dataset
 
@@ -386,18 +385,6 @@ def test_the_commands_of_a_dry_run_give_the_same_translations_and_scores(prepare
             assert next(numbers) == pytest.approx(next(numbers), abs=2e-4)  # sums in another order
 
 
-def test_translations_may_begin_as_the_references(unevaluated):
-    """With --prefix-size, as those of fairseq-generate; the language's token is the first."""
-    succeeded(evaluate_again(unevaluated, "--prefix-size", "3", "--max-len-b", "12"))
-    test = unevaluated / "runs/tiny/smoe-2-2/test"
-    subwords = SentencePieceProcessor(model_file=str(unevaluated / "data/tiny/bin/spm.model"))
-    for direction in ("en-fr", "fr-en"):
-        reference = unevaluated / f"data/tiny/raw/test.en-fr.{direction[-2:]}"
-        both = (file.read_text().splitlines() for file in (reference, test / f"{direction}.txt"))
-        for expected, text in zip(*both, strict=True):
-            assert text.startswith(subwords.decode(subwords.encode(expected)[:2]))
-
-
 def lines_of(file: Path) -> list[str]:
     """Those of hypotheses, by sentence."""
     found = [line for line in file.read_text().splitlines() if re.match(r"[HDP]-\d", line)]
@@ -458,6 +445,7 @@ def test_what_goes_wrong_in_a_translation_is_one_sentence(unevaluated):
     sentence = refusal(evaluate_again(unevaluated, "--lenpen", "much"))
     assert "--lenpen" in sentence and "fairseq-generate --help" in sentence
     assert "--beam" in refusal(evaluate_again(unevaluated, "--beam", 0))
+    assert "--prefix-size" in refusal(evaluate_again(unevaluated, "--prefix-size", 3))
     unknown = ("--model-overrides", "{'no_such': 1}")
     assert "--model-overrides no_such" in refusal(evaluate_again(unevaluated, *unknown))
     assert "--jobs 0: expected a whole number of at least 1" in refusal(

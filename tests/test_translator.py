@@ -438,11 +438,8 @@ def test_one_direction_needs_no_other_word(two_updates, small_corpus):
 def test_first_tokens_where_a_batch_begins_with_a_part_without_them(two_updates):
     """The second part of a line, which is the longer one."""
     model = SMoETransformerModel.from_pretrained(two_updates)
-    options = Options(beam=2, max_len_b=6, divide_above=3)
-    first = [model.tgt_dict.index("BY")]
-    (found,) = BatchTranslator(model).translate_batch(
-        ["ax. by cz dx"], options=options, prefixes=[first]
-    )
+    options = Options(beam=2, max_len_b=6, divide_above=3, prefix="BY")
+    (found,) = BatchTranslator(model).translate_batch(["ax. by cz dx"], options=options)
     assert found.parts == 2 and found.hypotheses[0].tokens[0] == "BY"
 
 

@@ -111,7 +111,7 @@ def _outline(state: Mapping) -> dict:
     training = of_training(options)
     return {
         "seed": common.get("seed"),
-        "tensors": {n: f"{tuple(t.shape)} {t.dtype}" for n, t in state["model"].items()},
+        "tensors": {n: _shape(tensor) for n, tensor in state["model"].items()},
         "settings": {
             f"the setting {name}": str(value)
             for name, value in SMoETransformerConfig.select(options).items()
@@ -120,6 +120,11 @@ def _outline(state: Mapping) -> dict:
         "dictionaries": state.get(trained_with.DICTIONARIES),
         "task": reading.saved_task(state)[0],
     }
+
+
+def _shape(tensor: Tensor) -> str:
+    kind = "" if tensor.is_floating_point() else f" {tensor.dtype}"  # means are of float64
+    return f"{tuple(tensor.shape)}{kind}"
 
 
 def _check_alike(first_path: Path, first: dict, path: Path, other: dict) -> None:

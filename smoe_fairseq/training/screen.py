@@ -89,6 +89,9 @@ def after_update(updates: int) -> None:
 def before_validation(updates: int) -> None:
     """Show that a validation begins, which may take minutes."""
     if _screen is not None:
+        from fairseq.checkpoint_utils import save_checkpoint
+
+        _screen.best = getattr(save_checkpoint, "best", None)  # a resumed run's, too
         _screen.validating(updates)
 
 

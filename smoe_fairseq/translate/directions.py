@@ -127,8 +127,9 @@ def other_flags(saved, current) -> dict[str, str]:
         for each in (saved, current)
     )
     flags = differing_flags(before, now)
-    if flags.keys() & {"encoder_langtok", "decoder_langtok"} or not saved.get("langtoks"):
-        flags.pop("langtoks", None)  # fairseq sets it by these
+    has_both = all(each.get("langtoks") for each in (saved, current))
+    if flags.keys() & {"encoder_langtok", "decoder_langtok"} or not has_both:
+        flags.pop("langtoks", None)  # fairseq sets it by these, when training starts
     direction, asked = ([each.get(name) for name in _DIRECTION] for each in (saved, current))
     if direction == asked[::-1] != asked:  # of a joint dictionary, all tensors would fit
         flags |= {name: with_value(name, saved[name]) for name in _DIRECTION}

@@ -137,20 +137,14 @@ class Readout:
                 else:
                     self.forced = [language]
 
-    def prefixes(self, text: str, begins_B: list[bool], own: list | None) -> Tensor | None:
+    def prefixes(self, text: str, begins_B: list[bool]) -> Tensor | None:
         """``(B, P)``: first tokens of each translation; ``text`` only if it begins that of a whole text.
 
         None if the task determines them.
 
-        Args:
-            own: in place of ``text``, the tokens of each.
-
         Raises:
             UsageError: the model lacks a token of ``text``, or it ends with a blank.
         """
-        if own:
-            rows = [torch.tensor([*self.forced, *ids], dtype=torch.long) for ids in own]
-            return pad_sequence(rows, True, self.target.pad())
         if not text or not any(begins_B):
             return None
         if text != text.rstrip():

@@ -162,7 +162,6 @@ class BatchTranslator:
         target: str | None = None,
         options: Options = Options(),
         done: Callable[[int, Translation], None] = lambda number, translation: None,
-        prefixes: Sequence[Sequence[int]] | None = None,
         known: Set[int] = frozenset(),
     ) -> list[Translation]:
         """Translations in the order of the texts; those of texts without words are empty.
@@ -174,7 +173,6 @@ class BatchTranslator:
         Args:
             source, target: languages; optional if only one direction is possible.
             done: called with the index and the translation of each text, the longest texts first.
-            prefixes: first tokens of each translation, in place of ``options.prefix``.
             known: indices of texts that need no translation: theirs are None. The others have the same
                 batches, and so the same translations, as without ``known``.
 
@@ -187,8 +185,6 @@ class BatchTranslator:
         places = [
             (text, part) for text, (parts, _) in enumerate(divided) for part in range(len(parts))
         ]
-        if prefixes is not None:
-            prefixes = [() if part else prefixes[text] for text, part in places]
         found: list[list] = [[None] * len(parts) for parts, _ in divided]
         results: list = [None] * len(texts)
 
@@ -204,7 +200,7 @@ class BatchTranslator:
         # fairseq's sampling of a batch depends on the batches before it.
         skipped = frozenset() if options.sampling and not self.ours else known
         needless = {index for index, (text, _) in enumerate(places) if text in skipped}
-        for batch, translations in self._translate(task, flat, begins, options, prefixes, needless):
+        for batch, translations in self._translate(task, flat, begins, options, needless):
             for index, translation in zip(batch, translations, strict=True):
                 text, part = places[index]
                 found[text][part] = translation
@@ -240,7 +236,6 @@ class BatchTranslator:
         texts: list[str],
         begins: list[bool],
         options: Options,
-        prefixes: list | None,
         needless: Set[int],
     ) -> Iterator[tuple[list[int], list[Translation]]]:
         """Indices and translations of each batch.
@@ -259,8 +254,7 @@ class BatchTranslator:
         def translate(batch: list[int]) -> tuple[list[int], list[Translation]]:
             sample = dataset.collater([dataset[index] for index in batch])
             order = sample["id"].tolist()
-            own = prefixes and [prefixes[index] for index in order]
-            prefix = readout.prefixes(options.prefix, [begins[index] for index in order], own)
+            prefix = readout.prefixes(options.prefix, [begins[index] for index in order])
             if prefix is not None:
                 most = options.max_len_a * int(lengths[batch].min()) + options.max_len_b
                 most = int(min(most, *(each.max_decoder_positions() - 1 for each in self.models)))

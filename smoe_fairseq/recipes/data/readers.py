@@ -163,7 +163,7 @@ def _tab_separated(path: Path, languages: Languages) -> Iterator[Pair]:
         if places is None:
             columns = len(cells)
             names = tuple(unquoted(cell).strip(' "') for cell in cells)
-            quoted = all(len(cell) > 1 and cell[0] == cell[-1] == '"' for cell in cells)
+            quoted = all(map(_is_quoted, cells))
             if places := _places(languages, names):  # of a quoted header, all cells may be quoted
                 twice = next((names[i] for i in places if names.count(names[i]) > 1), None)
                 if twice is not None:
@@ -192,27 +192,32 @@ def _tab_separated(path: Path, languages: Languages) -> Iterator[Pair]:
 def _rows(path: Path) -> Iterator[tuple[int, list[str]]]:
     """The number of each line that is not empty, and its cells.
 
-    A quoted cell may have tabs and line breaks, which become blanks. If a row has too many cells, one whose
-    quote is open is joined with those that follow. A last cell whose quote is open is joined with the lines
-    that follow, if that closes it and no row gets more cells than the first line has.
+    A quoted cell may have tabs and line breaks, which become blanks. If a row has too many cells, or all of
+    the first line are quoted, a cell whose quote is open is joined with those that follow. A last cell whose
+    quote is open is joined with the lines that follow, if that closes it and no row gets more cells than the
+    first line has.
     """
-    columns, numbered, again = 0, enumerate(lines(path), 1), []
+    columns, all_quoted, numbered, again = 0, False, enumerate(lines(path), 1), []
 
     def read() -> tuple[int, str] | None:
         return again.pop() if again else next(numbered, None)
 
+    def divided(row: str) -> list[str]:
+        cells = row.split("\t")
+        return _joined(cells) if all_quoted or 0 < columns < len(cells) else cells
+
     while first := read():
-        cells, more = first[1].split("\t"), []
-        columns = columns or len(cells)
-        if too_many := len(cells) > columns:
-            cells = _joined(cells)
+        row, more = first[1], []
+        cells = divided(row)
+        if not columns:
+            columns, all_quoted = len(cells), all(map(_is_quoted, cells))
         while _is_open(cells[-1]) and len(cells) <= columns and len(more) < 99:
             if (following := read()) is None:
                 break
             more.append(following)
-            rest, *others = following[1].split("\t")
-            cells = [*cells[:-1], f"{cells[-1]}\n{rest}", *others]
-        if more or too_many:
+            row += f"\n{following[1]}"
+            cells = divided(row)
+        if more or len(cells) <= row.count("\t"):
             broken = [re.search(r"[\n\t]", cell) for cell in cells]
             whole = [unquoted(cell) if each else cell for cell, each in zip(cells, broken)]
             quoted = all(new != cell for cell, new, each in zip(cells, whole, broken) if each)
@@ -223,6 +228,10 @@ def _rows(path: Path) -> Iterator[tuple[int, list[str]]]:
                 again += more[::-1]
         if cells != [""]:
             yield first[0], cells
+
+
+def _is_quoted(cell: str) -> bool:
+    return len(cell) > 1 and cell[0] == cell[-1] == '"'
 
 
 def _joined(cells: list[str]) -> list[str]:

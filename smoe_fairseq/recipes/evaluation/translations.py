@@ -31,7 +31,9 @@ if TYPE_CHECKING:
 Hypotheses = list[tuple[float, str, list[float]]]  # score, text, and each token's, best first
 
 # Generation options without effect on the search, or handled here.
-_IGNORED = ("prefix_size", "no_seed_provided", "sacrebleu", "no_beamable_mm")
+_IGNORED = ("no_seed_provided", "sacrebleu", "no_beamable_mm")
+# That only fairseq-generate has; the last would show the references to the model.
+_UNREAD = ("bpe", "tokenizer", "scoring", "prefix_size")
 
 
 def choose_devices(
@@ -117,7 +119,6 @@ class Model:
             options = _options(cfg, self.loaded.ours, self.typed)
             texts, references = map(lines_of, files)
             source, target = cfg.task.source_lang, cfg.task.target_lang
-            prefixes = self._prefixes(cfg, references)
             generated.parent.mkdir(parents=True, exist_ok=True)
             with Journal(generated.with_name(UNFINISHED)) as journal:
                 found: dict[int, Hypotheses] = dict(journal)
@@ -129,7 +130,7 @@ class Model:
                     done(1)
 
                 self.loaded.translate_batch(
-                    texts, source, target, options, finish, prefixes, known=frozenset(found)
+                    texts, source, target, options, finish, known=frozenset(found)
                 )
         lines = (
             line
@@ -141,19 +142,6 @@ class Model:
         translations = "".join(f"{text}\n" for text in best)
         write_whole(evaluation.partial / f"{direction}.txt", translations)
         journal.finish()
-
-    def _prefixes(self, cfg, references: list[str]) -> list[list[int]] | None:
-        """The first tokens of ``--prefix-size``, of which that of the language is one."""
-        if cfg.generation.prefix_size <= 0:
-            return None
-        from smoe_fairseq.translate.readout import Readout, encoded  # imports fairseq
-
-        translator = self.loaded.translator
-        task = translator.task_for(cfg.task.source_lang, cfg.task.target_lang)
-        forced = len(Readout(translator, translator.models, task).forced)
-        size = max(0, cfg.generation.prefix_size - forced)
-        ids = (encoded(translator, text, task.target_dictionary) for text in references)
-        return [each[:size].tolist() for each in ids]
 
     def _load(self, cfg):
         import torch
@@ -196,7 +184,7 @@ def _options(cfg, ours: bool, typed: Container[str]):
     from smoe_fairseq.translate.text import Options  # imports fairseq
 
     own = {field.name for field in fields(Options)} & vars(GenerationConfig()).keys()
-    unread = [name for name in ("bpe", "tokenizer", "scoring") if flag_of(name) in typed]
+    unread = [name for name in _UNREAD if flag_of(name) in typed]
     for name, default in vars(GenerationConfig()).items() if ours else ():
         given = getattr(cfg.generation, name, default)
         unread += [name] * (given != default and name not in own and name not in _IGNORED)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from smoe_fairseq.checkpoints.content import is_cut_off
-from smoe_fairseq.compat.checkpoint_names import newest_checkpoint
+from smoe_fairseq.compat.checkpoint_names import newest_checkpoint, saved
 from smoe_fairseq.errors import UsageError, quietly
 from smoe_fairseq.files import open_plain
 from smoe_fairseq.plugins import imported
@@ -73,6 +73,7 @@ def train(dataset: Dataset, method: str, flags: Sequence[str], force_resume: boo
     if method.startswith("smoe-") and sizes.isdecimal():
         warn(f"{method} has one stratum of {sizes} experts; smoe-4-4 has two of 4")
     folder = Path(given["--save-dir"])
+    words = _keeping(folder, words, flags)
     restored = given.get("--restore-file")
     if newer := _newer_than_restored(folder, restored):
         words = [*words, "--restore-file", "checkpoint_last.pt"]
@@ -118,6 +119,15 @@ def train(dataset: Dataset, method: str, flags: Sequence[str], force_resume: boo
         if launch.uses_master_port and folder not in identity.joined:
             check_port(launch)
     _run_lines(dataset, launch, words, start, notes, upcycle)
+
+
+def _keeping(folder: Path, words: list[str], flags: Sequence[str]) -> list[str]:
+    """``words``, by which a run keeps as many checkpoints of updates as it has, unless ``flags`` say it."""
+    flag = "--keep-interval-updates"
+    number = sum(updates > 0 for _, updates in saved(folder.glob("checkpoint*.pt")).values())
+    if flag in flag_values(flags) or not 0 < int(flag_values(words).get(flag, 0)) < number:
+        return words
+    return [*without_flags(words, {flag.removeprefix("--")}), flag, str(number)]
 
 
 def _newer_than_restored(folder: Path, given: str | None) -> Path | None:
