@@ -225,7 +225,8 @@ def test_without_its_last_checkpoint_a_run_goes_on_from_the_newest(tmp_path, suf
     # The file that it began with may have been copied since without its times.
     own = {"method": "moe", "dictionary": "", "flags": {}, "restored": fingerprint(file)}
     (folder / "identity.json").write_text(json.dumps(own))
-    assert "--restore-file checkpoint_last.pt" in recipe(tmp_path, *words, **given).stdout
+    printed = recipe(tmp_path, *words, "--reset-optimizer", **given).stdout
+    assert "--restore-file checkpoint_last.pt" in printed and "--reset" not in printed
     last = folder / f"checkpoint_last{suffix}.pt"
     last.write_bytes(b"PK, and the rest is lost")
     os.utime(file, (1, 1))
@@ -269,6 +270,9 @@ def test_a_resumed_run_keeps_the_checkpoints_that_it_has(tmp_path):
     for typed, number in (((), "2"), ((flag, "1"), "1")):
         printed = succeeded(recipe(tmp_path, "train", "multi30k", "moe", *typed, **given)).stdout
         assert re.findall(rf"{flag} (\S+)", printed)[-1] == number
+        assert "--no-epoch-checkpoints" in printed
+    of_epochs = recipe(tmp_path, "train", "multi30k", "moe", "--keep-last-epochs", "2", **given)
+    assert "--no-epoch-checkpoints" not in of_epochs.stdout
 
 
 def test_a_home_that_no_shell_has_expanded(tmp_path):

@@ -158,7 +158,7 @@ def test_what_a_program_refuses_is_told_with_file_and_setting(configs, words, se
     refused(step_here(*words.split(), cwd=folder, **given), f"{below}: `{setting}`")
 
 
-@pytest.mark.parametrize("flag, value", [("nbest", 9), ("lenpen", "nan")])
+@pytest.mark.parametrize("flag, value", [("beam", 0), ("lenpen", "nan")])
 def test_what_no_search_can_do_is_told_with_its_setting(configs, flag, value):
     configs({"pairs": ["a-b"], "generate": {"beam": 5, flag: value}})
     words = ["data", "--path", "x", *arguments(load_dataset("odd").generate)]

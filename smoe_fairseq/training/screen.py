@@ -68,11 +68,11 @@ def open_log_once(progress_bar, *arguments, **options):
 
 
 class _EarlyEnd(logging.Handler):
-    """Shows fairseq's message that ``--patience`` or ``--stop-time-hours`` ends training."""
+    """Shows fairseq's message that a limit, such as ``--patience``, ends training."""
 
     def emit(self, record: logging.LogRecord) -> None:
         message = record.getMessage()
-        if message.startswith(("early stop", "Stopping training due to cumulative")):
+        if message.lower().startswith(("early stop", "stopping training")):
             _screen.line(message, stays=True)
 
 

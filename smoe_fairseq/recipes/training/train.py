@@ -47,6 +47,8 @@ _OF_VALIDATE = {  # flags, and the keys of `validate` that set them
     "best-checkpoint-metric": "metric",
     "maximize-best-checkpoint-metric": "metric",
 }
+# What a run is to forget of the checkpoint that it begins with, and not of its own.
+_RESETS = ("reset-optimizer", "reset-lr-scheduler", "reset-dataloader", "reset-meters")
 _MAXIMIZED = ("chrf", "bleu")  # as metrics of the best checkpoint
 # Required flags, each with an example. fairseq-train reports some of them late, and has bad defaults for
 # others (a learning rate of 0.25, endless training).
@@ -76,7 +78,7 @@ def train(dataset: Dataset, method: str, flags: Sequence[str], force_resume: boo
     words = _keeping(folder, words, flags)
     restored = given.get("--restore-file")
     if newer := _newer_than_restored(folder, restored):
-        words = [*words, "--restore-file", "checkpoint_last.pt"]
+        words = [*without_flags(words, _RESETS), "--restore-file", "checkpoint_last.pt"]
         warn(f"training resumes from {newer}, newer than --restore-file: delete it otherwise")
     start, upcycle = [], []  # in the command, and before it
     if started := pretrained.started(dataset, words):
@@ -122,7 +124,12 @@ def train(dataset: Dataset, method: str, flags: Sequence[str], force_resume: boo
 
 
 def _keeping(folder: Path, words: list[str], flags: Sequence[str]) -> list[str]:
-    """``words``, by which a run keeps as many checkpoints of updates as it has, unless ``flags`` say it."""
+    """``words``, by which a run keeps as many checkpoints of updates as it has, unless ``flags`` say it.
+
+    Where those of epochs are to be kept, they are saved.
+    """
+    if "--keep-last-epochs" in flag_values(words):
+        words = without_flags(words, {"no-epoch-checkpoints"})
     flag = "--keep-interval-updates"
     number = sum(updates > 0 for _, updates in saved(folder.glob("checkpoint*.pt")).values())
     if flag in flag_values(flags) or not 0 < int(flag_values(words).get(flag, 0)) < number:
@@ -173,6 +180,9 @@ def _run_lines(
         begin_log(folder / LOG, line)
     _run(lines, folder, launch, Path(values["--log-file"]))
     if not dataset.settings.dry_run:
+        if not identity.is_saved(folder) and "--no-save" not in values:
+            ended = "training has ended before its first checkpoint"
+            raise UsageError(f"{folder}: {ended}: see {values['--log-file']}")
         identity.finish(words)
         (folder / pretrained.UPCYCLED).unlink(missing_ok=True)
         if folder not in identity.joined:
