@@ -3,7 +3,7 @@
 import logging
 
 import pytest
-from commands import touch_binarised
+from commands import refused, touch_binarised
 from fairseq import options
 from fairseq.dataclass.utils import convert_namespace_to_omegaconf
 from test_recipes import TRAIN, recipe, write_dataset
@@ -132,6 +132,14 @@ def test_the_last_line_says_how_to_go_on(tmp_path, ending, begun, saved, said):
     assert result.returncode == 1
     last = result.stderr.splitlines()[-1] if said else result.stderr
     assert last == said.format(f"runs/tiny/smoe-2-2/{saved}")
+
+
+def test_a_training_without_a_checkpoint_has_failed(tmp_path):
+    """As with --stop-min-lr above the first learning rate."""
+    given = write_dataset(tmp_path / "configs", "tiny", pairs=["en-fr"], raw={}, train=TRAIN)
+    touch_binarised(tmp_path, "tiny", "en-fr")
+    given |= {"BASH_FUNC_fairseq-train%%": "() { true; }", "GPUS": "0"}
+    refused(recipe(tmp_path, "train", "tiny", "smoe-2-2", **given), "smoe-2-2/train.log")
 
 
 def test_a_log_that_cannot_be_written_is_told_once(monkeypatch, capfd):
