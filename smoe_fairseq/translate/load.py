@@ -80,14 +80,11 @@ def data_of(checkpoint: Path, saved: str, data: Path | str | None = None) -> str
             return str(data)
         raise UsageError(f"{data} has no dictionaries: expected a folder with dict.*.txt")
     places = [folder := checkpoint.resolve().parent]
-    for part in (
-        dict.fromkeys([saved, split_paths(saved)[0]]) if saved else ()
-    ):  # it may have a colon
+    parts = dict.fromkeys([saved, split_paths(saved)[0]]) if saved else ()  # it may have a colon
+    for part in parts:
         places += [*(above / part for above in folder.parents), Path(part)]
-    for name in (
-        "dict.*.txt",
-        "dict.txt",
-    ):  # beside a checkpoint, the second may be a copy for others
+    # Beside a checkpoint, dict.txt may be a copy for other programs.
+    for name in ("dict.*.txt", "dict.txt"):
         for place in places:
             if place.is_dir() and any(place.glob(name)):
                 return str(place)

@@ -225,8 +225,8 @@ def _prepare(dataset: Dataset, flags: Sequence[str]) -> None:
             raise UsageError(f"{unused}: {archive} is used as its authors binarised it; {advice}")
         run(_adopted(dataset, archive), dataset.settings)
         return
-    missing = source and not source.is_dir() and (source.exists() or not dry_run)
-    if missing and not dataset.raw.get("messages"):
+    is_no_folder = source and not source.is_dir() and (source.exists() or not dry_run)
+    if is_no_folder and not dataset.raw.get("messages"):
         expected = f"expected a folder with the text of {dataset.name}, unpacked"
         raise UsageError(f"--raw {source}: {expected}")
     if source and dataset.source.get("datasets"):

@@ -32,7 +32,7 @@ Hypotheses = list[tuple[float, str, list[float]]]  # score, text, and each token
 
 # Generation options without effect on the search, or handled here.
 _IGNORED = ("no_seed_provided", "sacrebleu", "no_beamable_mm")
-# That only fairseq-generate has; the last would show the references to the model.
+# That only fairseq-generate has; with prefix_size, a model is given the beginnings of the references.
 _UNREAD = ("bpe", "tokenizer", "scoring", "prefix_size")
 
 

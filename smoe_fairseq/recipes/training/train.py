@@ -132,7 +132,8 @@ def _keeping(folder: Path, words: list[str], flags: Sequence[str]) -> list[str]:
         words = without_flags(words, {"no-epoch-checkpoints"})
     flag = "--keep-interval-updates"
     number = sum(updates > 0 for _, updates in saved(folder.glob("checkpoint*.pt")).values())
-    if flag in flag_values(flags) or not 0 < int(flag_values(words).get(flag, 0)) < number:
+    now = flag_values(words).get(flag, "")
+    if flag in flag_values(flags) or not (now.isdecimal() and 0 < int(now) < number):
         return words
     return [*without_flags(words, {flag.removeprefix("--")}), flag, str(number)]
 
