@@ -99,6 +99,7 @@ def test_a_row_does_not_depend_on_the_others(kind, inputs):
     weight, bias, x_NI = torch.randn(512, inputs), torch.randn(512), torch.randn(40, inputs)
     layer = kind(weight, bias)
     expected = layer(x_NI)
-    assert torch.allclose(expected, torch.nn.functional.linear(x_NI, weight, bias), atol=1e-3)
+    plain = torch.nn.functional.linear(x_NI, weight, bias)
+    assert torch.allclose(expected, plain, atol=1e-4 * inputs / 256)  # as sums have more terms
     for number in (1, 2, 3, 5, 8, 15, 17):
         assert torch.equal(layer(x_NI[:number].unsqueeze(1)), expected[:number].unsqueeze(1))

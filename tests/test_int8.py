@@ -83,19 +83,19 @@ def test_experts_are_linear_maps_one_after_the_other(strata, everything):
     "system",
     some(SYSTEMS, "smoe", "dense", "cmr", "two matrices", "shared", first=1),
 )
-def test_every_system_translates_nearly_as_before(system, everything):
+def test_every_system_translates_nearly_as_before(system, everything, monkeypatch):
+    monkeypatch.setattr(int8, "levels", lambda: 63)  # of all processors: the same numbers on each
     model, task = sharp(*SYSTEMS[system].split()), make_task(96)
     search, sample = BeamSearch(task.target_dictionary, SearchOptions(max_len_b=20)), batch(task)
     before = search.generate([model], sample)
     quantize(model)
     after = search.generate([model], sample)
     pairs = [(a[0], b[0]) for a, b in zip(before, after, strict=True)]
-    # In a random model, which differs by processor, one expert chosen otherwise can change all tokens after
-    # it: most sentences count.
+    # In a random model, one expert chosen otherwise can change all tokens after it: most sentences count.
     assert any(a["tokens"].tolist() == b["tokens"].tolist() for a, b in pairs)
     scores = [(float(a["score"]), float(b["score"])) for a, b in pairs]
     off = sorted(abs(a - b) / max(1, -a) for a, b in scores)
-    assert off[len(off) // 2] < 0.2, scores
+    assert off[len(off) // 2] < 0.1, scores
 
 
 def test_small_matrices_stay_as_they_are():

@@ -482,7 +482,10 @@ def test_dictionaries_of_the_languages_come_before_one_for_all(tmp_path):
         (tmp_path / name).parent.mkdir()
         (tmp_path / name).touch()
     for saved, folder in {"data": "data", "": "run", "nowhere": "run"}.items():
-        assert load.data_of(tmp_path / "run/x.pt", saved) == str(tmp_path / folder)
+        task = {"data": saved}
+        assert load.data_of(tmp_path / "run/x.pt", task) == str(tmp_path / folder)
+        task["fixed_dictionary"] = "data/dict.txt"
+        assert load.data_of(tmp_path / "run/x.pt", task) == str(tmp_path / "run")
 
 
 # fairseq's commands

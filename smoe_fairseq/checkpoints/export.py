@@ -93,7 +93,7 @@ def write_ctranslate2(path: Path, output: Path, force: bool, data: Path | None) 
     """
     state = as_stock(path)
     options = state["cfg"]["model"]
-    folder = data_of(path, str(getattr(options, "data", None) or ""), data)
+    folder = data_of(path, options, data)
     task_of(path, state, data)  # compares the dictionaries
     from ctranslate2.converters import FairseqConverter
 

@@ -122,7 +122,7 @@ def task_of(path: Path, state: Mapping, data: Path | None):
             raise UsageError(f"{path}: --{option} {kind} is not supported; expected sentencepiece")
     if values.get("lang_tok_replacing_bos_eos"):
         raise UsageError(f"{path}: --lang-tok-replacing-bos-eos is not supported")
-    data = load.data_of(path, str(values.get("data") or ""), data)
+    data = load.data_of(path, values, data)
     values = {**values, "_name": name, **load.text_settings(data, values)}
     if isinstance(saved, Namespace):
         options = Namespace(**{"task": name, **values})

@@ -64,27 +64,28 @@ def files_of(checkpoint: Path) -> list[Path]:
     return sorted(checkpoint.parent.glob(f"{glob.escape(checkpoint.stem)}-rank-*.pt"))
 
 
-def data_of(checkpoint: Path, saved: str, data: Path | str | None = None) -> str:
+def data_of(checkpoint: Path, task, data: Path | str | None = None) -> str:
     """The folder of the dictionaries: ``data``, the checkpoint's folder, or that of the training data.
 
     Args:
-        saved: the training data's path as saved in the checkpoint. A relative path is tried from the
-            folders above the checkpoint, then from the current one. Of sharded data, the first shard is
-            used.
+        task: settings of the training. A relative path of its data is tried from the folders above the
+            checkpoint, then from the current one. Of sharded data, the first shard is used.
 
     Raises:
         UsageError: there are no dictionaries.
     """
     if data is not None:
-        if any(Path(data).glob("dict*.txt")):
+        if any(Path(data).glob("dict.*txt")):
             return str(data)
         raise UsageError(f"{data} has no dictionaries: expected a folder with dict.*.txt")
-    places = [folder := checkpoint.resolve().parent]
+    values, places = values_of(task), [folder := checkpoint.resolve().parent]
+    saved = str(values.get("data") or "")
     parts = dict.fromkeys([saved, split_paths(saved)[0]]) if saved else ()  # it may have a colon
     for part in parts:
         places += [*(above / part for above in folder.parents), Path(part)]
-    # Beside a checkpoint, dict.txt may be a copy for other programs.
-    for name in ("dict.*.txt", "dict.txt"):
+    # Without --fixed-dictionary, dict.txt beside a checkpoint may be a copy for other programs.
+    is_fixed = values.get("fixed_dictionary")
+    for name in ("dict.*txt",) if is_fixed else ("dict.*.txt", "dict.txt"):
         for place in places:
             if place.is_dir() and any(place.glob(name)):
                 return str(place)
@@ -186,7 +187,7 @@ class TrainedModel(GeneratorHubInterface):
         if saved is None or saved.get("task") is None:
             raise UsageError(f"{checkpoint}: cfg.task is missing")
         with naming_file(checkpoint):
-            data = data_of(checkpoint, str(getattr(saved.task, "data", None) or ""), data)
+            data = data_of(checkpoint, saved.task, data)
             if prepare is not None:
                 prepare(saved, overrides, data)
             check_names(saved, overrides)

@@ -163,7 +163,7 @@ def _adapt(dataset: Dataset, source: Path, raw: Path, output: Path) -> None:
 
 def _vocabulary(checkpoint: Path, state: dict, task: dict) -> tuple[Vocabulary, str]:
     """The model's vocabulary with its language tokens, and their style."""
-    folder = Path(data_of(checkpoint, str(task.get("data") or "")))
+    folder = Path(data_of(checkpoint, task))
     first, *others = sorted(folder.glob("dict.*txt"))
     for other in others:
         if not filecmp.cmp(first, other, shallow=False):

@@ -94,11 +94,11 @@ class Languages:
         return tuple(map(found.get, self.own))
 
     def among(self, names: Iterable[str]) -> tuple[str | None, str | None]:
-        """As `found`; warns of another of a file's names that stands for the same language."""
+        """As `found`; if both are there, warns of another of a file's names that stands for one of them."""
         found = self.found(names)
         for language, name in zip(self.own, found, strict=True):
             seen = self.seen[language]
-            if name is None or name in seen:
+            if None in found or name in seen:
                 continue
             seen.add(name)
             others = (assign((language,), (each,))[0] for each in names if each not in found)
@@ -254,9 +254,8 @@ _ROLES = {"source", "target", "src", "tgt"}  # names of columns that do not tell
 
 def _places(languages: Languages, names: Names) -> tuple[int, int] | None:
     """The places of two languages in a line, or in a name such as en-de; None if one is missing."""
-    if None in languages.found(names):  # before `among` warns
-        return None
-    return tuple(map(names.index, languages.among(names)))
+    found = languages.among(names)
+    return None if None in found else tuple(map(names.index, found))
 
 
 def _json_lines(path: Path, languages: Languages) -> Iterator[Pair]:

@@ -128,11 +128,11 @@ def _keeping(folder: Path, words: list[str], flags: Sequence[str]) -> list[str]:
 
     Where those of epochs are to be kept, they are saved.
     """
-    if "--keep-last-epochs" in flag_values(words):
+    values, flag = flag_values(words), "--keep-interval-updates"
+    if "--keep-last-epochs" in values:
         words = without_flags(words, {"no-epoch-checkpoints"})
-    flag = "--keep-interval-updates"
     number = sum(updates > 0 for _, updates in saved(folder.glob("checkpoint*.pt")).values())
-    now = flag_values(words).get(flag, "")
+    now = values.get(flag, "")
     if flag in flag_values(flags) or not (now.isdecimal() and 0 < int(now) < number):
         return words
     return [*without_flags(words, {flag.removeprefix("--")}), flag, str(number)]
