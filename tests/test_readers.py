@@ -213,9 +213,14 @@ def test_variants_of_a_language_in_their_own_columns(tmp_path, dataset):
 def test_variants_of_a_language_are_told(tmp_path, dataset, capsys):
     lines = ('{"en": "a", "ha-NG": "b"}\n{"en": "a", "ha-NE": "b"}\n') * 200
     (tmp_path / "en-ha.jsonl").write_text(lines)
-    gather(dataset(), tmp_path, tmp_path / "raw")
-    told = capsys.readouterr().err
-    assert "ha-NG" in told and "ha-NE" in told and "raw: {codes:" in told
+    own = dataset()
+    gather(own, tmp_path, tmp_path / "raw")
+    told = capsys.readouterr().err.splitlines()
+    assert [line for line in told if "ha-NG" in line and "ha-NE" in line and "codes" not in line]
+    assert len(told) == len({*told})
+    (tmp_path / "en-ha.jsonl").write_text('{"en": "a", "ha-NG": "b", "ha-NE": "c"}\n' * 400)
+    gather(own, tmp_path, tmp_path / "raw2")
+    assert "raw: {codes:" in capsys.readouterr().err  # one of the two is not read
 
 
 def test_files_are_found_by_the_meaning_of_their_names(tmp_path, dataset):
@@ -314,7 +319,7 @@ def test_line_breaks_and_tabs_in_quoted_cells(tmp_path):
     """As Python's csv module writes and reads them."""
     cells = [("a", "b"), ("one\ntwo", "c"), ("d", "one\n\ntwo"), ("x\ny", 'z "q"\n"w"'), ("e", "f")]
     cells += [("a\tb", "c"), ("d", "e\t \t"), ("x\ty", 'z\t "q"\t'), ("g", "h")]
-    cells += [("a\nb\tc", "d"), ("e", "f\ng\th")]
+    cells += [("a\nb\tc", "d")]
     files = dict.fromkeys(("en", "ha"), tmp_path / "train.tsv")
     for quoting in csv.QUOTE_MINIMAL, csv.QUOTE_ALL:
         with open(tmp_path / "train.tsv", "w", newline="") as file:
@@ -322,8 +327,12 @@ def test_line_breaks_and_tabs_in_quoted_cells(tmp_path):
             write.writerows([("en", "ha"), *cells])
         read = [tuple(side.split() for side in pair) for pair in readers.pairs(files)]
         assert read == [tuple(side.split() for side in pair) for pair in cells]
-        cells += [("a\tb\nc", "d")]  # tells its rows only where all cells are quoted
+        # What has its rows only where all cells are quoted.
+        cells += [("a\tb\nc", "d"), ("e", "f\ng\th")]
     ends = ["a\tb\tc\n", 'a\t"b"\tc\n', 'a\t"b\tc\n', 'a\t"b\nc\n', '"a\nb\n', '"a\nb"\tc\td\n']
+    dialogue = "en\tha\n\u201ca\t\"b\nc\td\ne\u201d\tf\"\n"
+    (tmp_path / "train.tsv").write_text(dialogue)
+    assert [*readers.pairs(files)] == [tuple(x.split("\t")) for x in dialogue.splitlines()[1:]]
     for end in (*ends, 'a\t"b\nc"d\n'):
         (tmp_path / "train.tsv").write_text(f"en\tha\n{end}")
         with pytest.raises(UsageError, match=r"train.tsv, line [23]\b"):

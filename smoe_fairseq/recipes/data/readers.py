@@ -14,6 +14,7 @@ Names of languages match by meaning (`languages.assign`): ``en`` is also ``en-US
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import cache
 from itertools import zip_longest
 from pathlib import Path
 
@@ -26,6 +27,7 @@ from smoe_fairseq.recipes.processes import warn
 
 Pair = tuple[str | None, str | None]
 Names = tuple[str, ...]
+_warn_once = cache(warn)  # a file is read once for each split
 MAX_LINE_BYTES = 1 << 24  # a longer line may be a whole file without line ends
 # What no file of sentences begins with: WMT's .sgm, XML and HTML, such as a page in place of a download.
 _MARKUP = re.compile(r"\s*<(\?xml|!doctype|html|srcset|refset|tstset|mteval|tmx|xliff)\b", re.I)
@@ -98,14 +100,15 @@ class Languages:
         found = self.found(names)
         for language, name in zip(self.own, found, strict=True):
             seen = self.seen[language]
-            if None in found or name in seen:
+            if None in found or name in seen or self.codes.get(language, language) != language:
                 continue
             seen.add(name)
             others = (assign((language,), (each,))[0] for each in names if each not in found)
-            other = next(filter(None, others), None) or next(iter(seen - {name}), None)
-            if other and self.codes.get(language, language) == language:
+            if other := next(filter(None, others), None):
                 advice = f"`raw: {{codes: {{{language}: {name}}}}}` chooses one"
-                warn(f"both {name} and {other} are names of {language}; {name} is read: {advice}")
+                _warn_once(f"both {name} and {other} are names of {language}; {name} is read: {advice}")
+            elif len(seen) == 2:
+                _warn_once(f"{' and '.join(sorted(seen))}, in different records, are read as {language}")
         return found
 
 
@@ -195,7 +198,7 @@ def _rows(path: Path) -> Iterator[tuple[int, list[str]]]:
     A quoted cell may have tabs and line breaks, which become blanks. If a row has too many cells, or all of
     the first line are quoted, a cell whose quote is open is joined with those that follow. A last cell whose
     quote is open is joined with the lines that follow, if that closes it and no row gets more cells than the
-    first line has.
+    first line has; but lines that each have as many cells as the first stay rows, as those of a dialogue.
     """
     columns, all_quoted, numbered, again = 0, False, enumerate(lines(path), 1), []
 
@@ -221,7 +224,9 @@ def _rows(path: Path) -> Iterator[tuple[int, list[str]]]:
             broken = [re.search(r"[\n\t]", cell) for cell in cells]
             whole = [unquoted(cell) if each else cell for cell, each in zip(cells, broken)]
             quoted = all(new != cell for cell, new, each in zip(cells, whole, broken) if each)
-            if quoted and len(cells) <= columns:
+            tabs = {line.count("\t") for line in row.split("\n")}
+            dialogue = more and tabs == {columns - 1} and not all_quoted
+            if quoted and len(cells) <= columns and not dialogue:
                 cells = [re.sub(r"[\n\t]", " ", cell) for cell in whole]
             else:  # these are rows of their own
                 cells = first[1].split("\t")
