@@ -230,6 +230,17 @@ def test_files_are_found_by_the_meaning_of_their_names(tmp_path, dataset):
     assert (tmp_path / "raw/valid.en-ha.ha").read_text().startswith("hau_Latn\n")
 
 
+def test_folders_of_pairs_with_and_without_splits(tmp_path, dataset):
+    for pair in ("en-de", "en-ha"):
+        (tmp_path / pair).mkdir()
+    for split in ("train", "valid", "test"):
+        (tmp_path / f"en-de/{split}.tsv").write_text("en\tde\na\tb\n")
+    for language in ("en", "ha"):
+        (tmp_path / f"en-ha/{language}.txt").write_text(f"{language}\n" * 400)
+    gather(dataset(["en-de", "en-ha"]), tmp_path, tmp_path / "raw")
+    assert [len(lines(tmp_path / "raw", f"valid.en-{x}.{x}")) for x in ("de", "ha")] == [1, 100]
+
+
 NAMED = {  # files, and the settings with which alone they are found; None: there are none
     "dev": (["train.tsv", "dev.tsv", "test.tsv"], {"splits": {"valid": "dev"}}),
     "files": (["train.tsv", "dev.tsv"], {"files": "{split}.tsv", "splits": {"valid": "dev"}}),
@@ -330,7 +341,7 @@ def test_line_breaks_and_tabs_in_quoted_cells(tmp_path):
         # What has its rows only where all cells are quoted.
         cells += [("a\tb\nc", "d"), ("e", "f\ng\th")]
     ends = ["a\tb\tc\n", 'a\t"b"\tc\n', 'a\t"b\tc\n', 'a\t"b\nc\n', '"a\nb\n', '"a\nb"\tc\td\n']
-    dialogue = "en\tha\n\u201ca\t\"b\nc\td\ne\u201d\tf\"\n"
+    dialogue = 'en\tha\n\u201ca\t"b\nc\td\ne\u201d\tf"\n'
     (tmp_path / "train.tsv").write_text(dialogue)
     assert [*readers.pairs(files)] == [tuple(x.split("\t")) for x in dialogue.splitlines()[1:]]
     for end in (*ends, 'a\t"b\nc"d\n'):

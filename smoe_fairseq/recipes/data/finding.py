@@ -160,26 +160,23 @@ class _Place:
     def unsplit(self, by_meaning: bool) -> list[ByLanguage]:
         """Candidates for text that is not split."""
         pairs = self.pairs("", by_meaning)
-        of_all = self.by_language("", ".txt", self.all_languages, by_meaning)
-        of_pair = [self.by_language(f"{order}.", "", by_meaning=by_meaning) for order in pairs]
-        return [of_all, *of_pair, dict.fromkeys(self.languages, self.of_both(pairs))]
+        ends = [("", ".txt"), *((f"{order}.", "") for order in pairs)]
+        found = [self.by_language(*each, by_meaning=by_meaning) for each in ends]
+        return [*found, dict.fromkeys(self.languages, self.of_both(pairs))]
 
-    def by_language(
-        self, before: str, after: str = "", languages: Iterable[str] = (), by_meaning: bool = False
-    ) -> ByLanguage:
-        """The file ``{before}{language}{after}`` of each language, of the pair by default."""
-        languages = tuple(languages or self.languages)
-        chosen = languages
+    def by_language(self, before: str, after: str = "", by_meaning: bool = False) -> ByLanguage:
+        """The file ``{before}{language}{after}`` of each language of the pair."""
+        chosen = self.languages
         if by_meaning:
             wanted = tuple(self.codes.get(each, each) for each in self.all_languages)
             middles = self.middles(before, after)
             names = dict(zip(self.all_languages, assign(wanted, middles)))
-            chosen = tuple(names.get(each) or each for each in languages)
+            chosen = [names.get(each) or each for each in self.languages]
             self._check_variants(before, after, names, set(middles) - set(names.values()))
         return {
             own: _existing(self.source / f"{before}{name}{after}")
             or _existing(self.source / f"{before}{self.codes.get(own, own)}{after}")
-            for own, name in zip(languages, chosen, strict=True)
+            for own, name in zip(self.languages, chosen, strict=True)
         }
 
     def _check_variants(

@@ -106,9 +106,13 @@ class Languages:
             others = (assign((language,), (each,))[0] for each in names if each not in found)
             if other := next(filter(None, others), None):
                 advice = f"`raw: {{codes: {{{language}: {name}}}}}` chooses one"
-                _warn_once(f"both {name} and {other} are names of {language}; {name} is read: {advice}")
+                _warn_once(
+                    f"both {name} and {other} are names of {language}; {name} is read: {advice}"
+                )
             elif len(seen) == 2:
-                _warn_once(f"{' and '.join(sorted(seen))}, in different records, are read as {language}")
+                _warn_once(
+                    f"{' and '.join(sorted(seen))}, in different records, are read as {language}"
+                )
         return found
 
 
