@@ -211,16 +211,21 @@ def test_variants_of_a_language_in_their_own_columns(tmp_path, dataset):
 
 
 def test_variants_of_a_language_are_told(tmp_path, dataset, capsys):
-    lines = ('{"en": "a", "ha-NG": "b"}\n{"en": "a", "ha-NE": "b"}\n') * 200
-    (tmp_path / "en-ha.jsonl").write_text(lines)
-    own = dataset()
+    one, other = '{"en": "a", "ha-NG": "b"}\n', '{"en": "a", "ha-NE": "c"}\n'
+    own, both = dataset(), '{"en": "a", "ha-NG": "b", "ha-NE": "c"}\n'
+    file = tmp_path / "en-ha.jsonl"
+    file.write_text((one + other) * 200)
     gather(own, tmp_path, tmp_path / "raw")
     told = capsys.readouterr().err.splitlines()
     assert [line for line in told if "ha-NG" in line and "ha-NE" in line and "codes" not in line]
     assert len(told) == len({*told})
-    (tmp_path / "en-ha.jsonl").write_text('{"en": "a", "ha-NG": "b", "ha-NE": "c"}\n' * 400)
+    file.write_text(other + both * 400)
     gather(own, tmp_path, tmp_path / "raw2")
     assert "raw: {codes:" in capsys.readouterr().err  # one of the two is not read
+    file.write_text((other + both) * 400)
+    gather(replace(own, raw=own.raw | {"codes": {"ha": "ha-NG"}}), tmp_path, tmp_path / "raw3")
+    texts = [lines(tmp_path / "raw3", f"{split}.en-ha.ha") for split in ("train", "valid", "test")]
+    assert {*sum(texts, [])} == {"b"} and "ha-N" not in capsys.readouterr().err
 
 
 def test_files_are_found_by_the_meaning_of_their_names(tmp_path, dataset):

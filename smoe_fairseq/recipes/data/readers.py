@@ -19,7 +19,7 @@ from itertools import zip_longest
 from pathlib import Path
 
 from smoe_fairseq.errors import UsageError
-from smoe_fairseq.languages import are_languages, assign
+from smoe_fairseq.languages import are_languages, assign, language_of
 from smoe_fairseq.recipes.data import tmx
 from smoe_fairseq.recipes.data.compression import COMPRESSED, compression_of, opened
 from smoe_fairseq.recipes.data.normalization import unquoted
@@ -83,36 +83,41 @@ class Languages:
     ):
         self.own, self.codes = tuple(languages), codes or {}
         self.all = tuple(beside) or self.own
-        self.seen: dict[str, set[str]] = {language: set() for language in self.own}
+        self.known: set[Names] = set()  # those of a record
+        self.first: dict[str, str] = {}  # the first name of each language
 
     def __str__(self) -> str:
         return " and ".join(self.own)
 
     def found(self, names: Iterable[str]) -> tuple[str | None, str | None]:
         """The name that stands for each of them, such as ``de-DE`` for ``de``; None if there is none."""
-        codes = assign(tuple(self.codes.get(each, each) for each in self.all), tuple(names))
+        wanted = tuple(self.codes.get(each, each) for each in self.all)
+        codes = assign(wanted, tuple(names))
         own = assign(self.all, tuple(name for name in names if name not in codes))
-        found = {each: code or name for each, code, name in zip(self.all, codes, own)}
+        found = {}
+        for each, code, name, by_code in zip(self.all, wanted, own, codes):
+            # A code that is a language's, as pt-PT for pt, means no other variant, as pt-BR.
+            by_own = name if name == each or not language_of(code) else None
+            found[each] = by_code or by_own
         return tuple(map(found.get, self.own))
 
     def among(self, names: Iterable[str]) -> tuple[str | None, str | None]:
         """As `found`; if both are there, warns of another of a file's names that stands for one of them."""
-        found = self.found(names)
+        found, names = self.found(names), tuple(names)
+        if None in found or names in self.known:
+            return found
+        self.known.add(names)
         for language, name in zip(self.own, found, strict=True):
-            seen = self.seen[language]
-            if None in found or name in seen or self.codes.get(language, language) != language:
+            if self.codes.get(language, language) != language:
                 continue
-            seen.add(name)
             others = (assign((language,), (each,))[0] for each in names if each not in found)
             if other := next(filter(None, others), None):
                 advice = f"`raw: {{codes: {{{language}: {name}}}}}` chooses one"
                 _warn_once(
                     f"both {name} and {other} are names of {language}; {name} is read: {advice}"
                 )
-            elif len(seen) == 2:
-                _warn_once(
-                    f"{' and '.join(sorted(seen))}, in different records, are read as {language}"
-                )
+            elif (first := self.first.setdefault(language, name)) != name:
+                _warn_once(f"{first} and {name}, in different records, are read as {language}")
         return found
 
 
