@@ -813,7 +813,7 @@ def test_the_table_tells_what_is_odd(tmp_path):
         with open(raw / f"valid.en-fr.{language}", "ab") as valid:
             valid.write(tests.splitlines(keepends=True)[0])
     content = {"subwords": {"vocab-size": 60}, "train": {"max-source-positions": 30}}
-    content["clean"] = {"max-words": 60}
+    content["clean"] = {"max-words": 60, "max-ratio": 8}
     given = write_dataset(tmp_path / "c", "tiny", pairs=["en-fr"], **content)
     done = succeeded(step_here("prepare", "tiny", cwd=tmp_path, RAW=str(raw), WORKERS="1", **given))
     assert "\u2581" not in done.stderr
@@ -826,9 +826,9 @@ def test_the_table_tells_what_is_odd(tmp_path):
     found = dict(zip(header, row, strict=True))
     assert found[TESTS].startswith("12 / 12 / 12") and "overlap: drop" in done.stderr
     assert found["read"] == "315" and found["kept"] == "314" and found["too long"] == "1"
-    assert found["best chrF++"] == "100.0"
+    assert found["best chrF++"] == "100.0" and "over 1:8" in found
     block = yaml.safe_load(done.stderr[done.stderr.index("\nclean:") :])
-    assert block == {"clean": {"max-words": 60, "overlap": "drop", "quotes": "strip"}}
+    assert block == {"clean": content["clean"] | {"overlap": "drop", "quotes": "strip"}}
     assert ".partial" not in done.stdout
     assert done.stderr.count("warning: ") == 1 and f"{tmp_path / 'c'}" in done.stderr
     assert "delete data/tiny/bin and prepare again" in done.stderr

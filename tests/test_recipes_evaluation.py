@@ -122,6 +122,8 @@ def test_a_changed_data_set_is_not_prepared_already(prepared, tmp_path):
     (raw / "notes.txt").touch()
     same = recipe(tmp_path, "prepare", "tiny", RAW=str(raw), **given)
     assert same.returncode == 0 and "prepared already" in same.stdout
+    dry = recipe(tmp_path, "prepare", "tiny", "--dry-run", RAW=str(raw), **given)
+    assert dry.returncode == 0 and dry.stdout == f"# {same.stdout}"
     before = contents(tmp_path / "data/tiny/raw")
 
     def told(*words, **more):

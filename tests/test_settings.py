@@ -2,6 +2,7 @@
 
 import csv
 import io
+import signal
 from pathlib import Path
 
 import pytest
@@ -165,6 +166,26 @@ def test_what_no_search_can_do_is_told_with_its_setting(configs, flag, value):
     with pytest.raises(UsageError, match=f"odd.yaml: `generate.{flag}`"):
         with datasets.naming_settings(load_dataset("odd"), ["generate"]):
             program_flags.parse_flags("fairseq-generate", words)
+
+
+def test_a_signal_while_fairseq_reads_flags_is_no_error_of_theirs(monkeypatch, caplog):
+    from fairseq.dataclass import utils
+
+    def interrupted(*arguments, compose=utils.compose, **options):
+        signal.raise_signal(signal.SIGINT)
+        return compose(*arguments, **options)
+
+    monkeypatch.setattr(utils, "compose", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        program_flags.parse_flags("fairseq-generate", ["DATA", "--path", "x.pt"])
+    assert not caplog.records
+
+
+def test_a_file_with_other_languages_than_its_base(configs):
+    classes = {"low": ["fr", "de"], "high": ["es"]}
+    configs({"pairs": ["en-fr", "en-de", "en-es"], "classes": classes}, "below.yaml")
+    configs({"base": "below", "pairs": ["en-fr", "en-pt"], "classes": {"other": ["pt"]}})
+    assert load_dataset("odd").classes == {"low": ["fr"], "other": ["pt"]}
 
 
 def test_bases_that_are_missing_or_stand_on_one_another(configs):

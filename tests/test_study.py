@@ -95,7 +95,7 @@ def test_a_second_study_is_refused_and_a_run_that_fails_does_not_end_the_others(
     first.communicate()
     assert "runs/tiny" in said and f"process {first.pid}" in said
     assert not list(runs.iterdir())  # before it notes anything
-    given |= {"SEEDS": "2", "JOBS": "1"}
+    given |= {"SEEDS": "2", "JOBS": "1", "BATCH": "600", "PRECISION": "bf16"}
     study = ("study", "tiny", "smoe-2-2", "dense")
     (failing, dense) = (runs / f"{method}.seed-2" for method in study[2:])
     failing.mkdir()
@@ -112,4 +112,7 @@ def test_a_second_study_is_refused_and_a_run_that_fails_does_not_end_the_others(
     assert "1 of 2 runs failed (smoe-2-2.seed-2)" in said and "smoe-2-2.seed-2/study.log" in said
     assert (failing / "study.log").read_text() == "no train\n"
     assert kept_runs(tmp_path) == ["dense.seed-2"]
+    train, evaluate = kept_command(tmp_path, "dense.seed-2").split(" && ")
+    assert train.endswith("dense --seed 2 --batch 600 --precision bf16")
+    assert evaluate.endswith("dense --seed 2")
     assert "\n| dense " in (tmp_path / "results/tiny/report.md").read_text()

@@ -179,6 +179,8 @@ def test_lines_of_any_length(folder):
     assert len(others) == 4 and all(others[:3]) and blank == ""
     assert re.findall(r"^line (\d) is long: translated in \d+ parts$", said, re.M) == [*"1235"]
     pairs = [" ".join(sentences[:2]), " ".join(sentences[1:])]
+    _, said = translate(folder, *words, "--sentences", text="\n".join(text[:2]))
+    assert re.findall(r"^line (\d) is long", said, re.M) == ["2"]  # the first has short sentences
     alone, _ = translate(folder, *words, text="\n".join([*sentences, *pairs]))
     first, second, third, one, other = alone.splitlines()
     assert joined in (f"{first} {second} {third}", f"{one} {third}", f"{first} {other}")

@@ -195,6 +195,15 @@ def load_dataset(name: str, settings: Settings | None = None) -> Dataset:
         raise UsageError(f"unknown dataset {name!r}: {cause}; {choice(own, known)}")
     empty = {key: type(form)() for key, form in SCHEMA.items() if isinstance(form, dict | list)}
     merged = empty | OmegaConf.to_container(_merge_bases(path, configs))
+    known = {each for pair in merged["pairs"] + merged["keep"] for each in pair.split("-")}
+    own = read(path, SCHEMA).get(
+        "classes", ()
+    )  # others are of a base, and may have other languages
+    classes = {
+        name: [each for each in languages if name in own or each in known]
+        for name, languages in merged["classes"].items()
+    }
+    merged["classes"] = {name: languages for name, languages in classes.items() if languages}
     _check(merged, path, configs)
     import_plugins_of(merged, configs)
     values = {key.replace("-", "_"): merged.get(key) for key in SCHEMA if key != "base"}
@@ -216,7 +225,8 @@ def _check(merged: Mapping[str, Any], path: Path, configs: Path) -> None:
         raise UsageError(f"{path}: `pairs` is {pairs or 'missing'}: {expected} (docs/recipes.md)")
     check(merged, REQUIRED, path)
     if twice := [pair for n, pair in enumerate(pairs) if {*both_orders(pair)} & {*pairs[:n]}]:
-        raise UsageError(f"{path}: `pairs` has {twice[0]} twice: one entry makes both directions")
+        both = "without `one-way`, one entry makes both directions"
+        raise UsageError(f"{path}: `pairs` has {twice[0]} twice, in some order: {both}")
     for n, pair in enumerate(keep):
         if not _is_pair(pair) or {*both_orders(pair)} & {*pairs, *keep[:n]}:
             raise UsageError(f"{path}: `keep` has {pair}: expected pairs that `pairs` lacks, once")

@@ -5,6 +5,7 @@ from typing import Any
 
 from omegaconf import DictConfig
 
+from smoe_fairseq.ending import deferring_signals
 from smoe_fairseq.errors import UsageError
 from smoe_fairseq.flags import refusing_flags
 
@@ -50,7 +51,7 @@ def parse_flags(program: str, words: Sequence[str]) -> DictConfig:
     if not training:
         parser.add_argument("--arch", "-a", default="wav2vec2")  # as fairseq-generate does
     parser.words = list(words)
-    with refusing_flags():
+    with refusing_flags(), deferring_signals():  # of a signal, fairseq would log all flags
         args = options.parse_args_and_arch(parser, parser.words)
         cfg = convert_namespace_to_omegaconf(args)
     check_options(cfg)

@@ -27,6 +27,7 @@ from smoe_fairseq.translate.directions import direction_of
 from smoe_fairseq.translate.int8 import INT8_HELP
 from smoe_fairseq.translate.load import Translator, checkpoint_of, files_of
 from smoe_fairseq.translate.readout import Translation
+from smoe_fairseq.translate.sentences import split_sentences
 from smoe_fairseq.translate.text import MAX_TOKENS, BatchTranslator, Options, device_of
 
 
@@ -201,7 +202,8 @@ def _translate(
         chunk[index] = texts[index], list(_output_lines(number, translation, args))
         if journal is not None:
             journal.append((number, *chunk[index]))
-        if translation.parts > 1 and not options.by_sentence:
+        sentences = split_sentences(texts[index])[0] if options.by_sentence else [texts[index]]
+        if translation.parts > len(sentences):
             long.append((number, translation.parts))
         bar.update()
 

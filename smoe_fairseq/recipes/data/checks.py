@@ -31,11 +31,11 @@ REACHABLE = 99.9  # chrF++ below which subwords change too much
 TESTS = "tests in training: source / target / pair / other pairs"
 _SHOWN = 20  # faults that are printed
 _POSITIONS = ("max-source-positions", "max-target-positions")
-_LEGEND = f"""
+_LEGEND = """
 read, kept: pairs of the training text, before and after cleaning. Pairs that were dropped, or kept with a
 fault: empty: a side is empty; repeated: an earlier pair is the same; equal: both sides are the same;
-overlap: a side is also in the test set or, with clean.overlap, in the validation set; over 1:{MAX_RATIO}: one
-side has more than {MAX_RATIO} times the words of the other; too long: dropped by clean.max-words, or longer
+overlap: a side is also in the test set or, with clean.overlap, in the validation set; over 1:{ratio:g}: one
+side has more than {ratio:g} times the words of the other; too long: dropped by clean.max-words, or longer
 than the model allows and never trained on. Tests in training: distinct test sentences that are also in the
 kept text; unknown: tokens without a subword; best BLEU, best chrF++: the highest scores that are possible
 with these subwords"""
@@ -65,7 +65,7 @@ def print_checks(dataset: Dataset, binary: Path, workers: int = 1) -> None:
     for row in rows:
         seen = set().union(*(other.seen for other in rows if other is not row))
         row.leaked["other pairs"] = len(seen & tests[row.pair])
-    print(_table(rows), flush=True)
+    print(_table(rows, dataset.clean.get("max-ratio") or MAX_RATIO), flush=True)
     if source_of(dataset):
         print(_by_language(dataset, rows), flush=True)
     found = [(row.pair, *each) for row in rows for each in _advice(row, dataset)]
@@ -173,10 +173,10 @@ def reachable(model, lines: list[str], tokenizer: str) -> tuple[float, float]:
     return tuple(metric.corpus_score(back, [lines]).score for metric in metrics)
 
 
-def _table(rows: list[Row]) -> str:
-    """The table, and what its columns mean."""
+def _table(rows: list[Row], ratio: float) -> str:
+    """The table, and what its columns mean; ``ratio``: of words, above which pairs are counted."""
     header = ["pair", "read", "kept", "empty", "repeated", "equal", "overlap"]
-    header += [f"over 1:{MAX_RATIO}", "too long", TESTS, "unknown", "best BLEU", "best chrF++"]
+    header += [f"over 1:{ratio:g}", "too long", TESTS, "unknown", "best BLEU", "best chrF++"]
     body = []
     for row in rows:
         names = ("read", "kept", "empty", "repeated", "equal", "overlap", "max-ratio", "long")
@@ -187,7 +187,7 @@ def _table(rows: list[Row]) -> str:
         numbers = [f"{row.counts[name]:,}" for name in names]
         unknown = f"{row.counts['unknown']:,}"
         body.append([row.pair, *numbers, leaked, unknown, scores[0], scores[1] + marked])
-    return f"{plain(Grid(header, body))}\n{_LEGEND}"
+    return f"{plain(Grid(header, body))}\n{_LEGEND.format(ratio=ratio)}"
 
 
 def _by_language(dataset: Dataset, rows: list[Row]) -> str:

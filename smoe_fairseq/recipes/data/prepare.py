@@ -61,10 +61,10 @@ def prepare(dataset: Dataset, flags: Sequence[str] = ()) -> None:
     for key in () if source else ("trim", "new-languages", "add-subwords"):
         if getattr(dataset, key.replace("-", "_")):
             raise UsageError(f"{dataset.file}: `{key}` needs `pretrained`, or --pretrained")
+    if _is_prepared(dataset, flags):
+        return
     if dataset.settings.dry_run:
         _prepare(dataset, flags)
-        return
-    if _is_prepared(dataset, flags):
         return
     _check_training(dataset)
     folders.data.mkdir(parents=True, exist_ok=True)
@@ -97,7 +97,7 @@ def _is_prepared(dataset: Dataset, flags: Sequence[str]) -> bool:
         if changed in ("`raw`", "`source`", "`clean`") and not dataset.settings.raw:
             advice = f"delete it{raw.put_away(folders.raw)} to prepare it again"
         raise UsageError(f"{folders.binary} was prepared with other {changed}: {advice}")
-    print(f"{folders.binary} is prepared already: {advice}")
+    print("# " * dataset.settings.dry_run + f"{folders.binary} is prepared already: {advice}")
     return True
 
 

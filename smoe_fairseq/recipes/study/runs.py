@@ -1,5 +1,6 @@
 """``scripts/study.sh``: train and score all remaining methods and seeds, several in parallel."""
 
+import itertools
 import os
 import re
 import subprocess
@@ -30,6 +31,7 @@ from smoe_fairseq.recipes.training.train import plan
 POLL_SECONDS = 1
 LOG, LOCK = "study.log", "study.lock"
 _RUN_MEMORY = 3 << 30  # bytes that a run on a CPU may need
+_CHANGING = ("BATCH", "PRECISION")  # variables that change what is trained
 _UPDATES = re.compile(rb"num_updates[=: ]+(\d+)")
 
 
@@ -58,8 +60,12 @@ class Run:
     @property
     def line(self) -> str:
         """The commands, which do not repeat complete training and evaluation."""
-        train = recipe("train", self.dataset.name, self.method, *self.flags)
-        evaluate = recipe("evaluate", self.dataset.name, self.method)
+        run = (self.dataset.name, self.method, "--seed", self.seed)
+        settings = self.dataset.settings
+        given = {**settings.variables, **settings.flags}
+        flags = [(f"--{name.lower()}", given[name]) for name in _CHANGING if given.get(name)]
+        train = recipe("train", *run, *itertools.chain(*flags), *self.flags)
+        evaluate = recipe("evaluate", *run)
         after = results.commands(self.dataset, self.folder, self.strata, self.sharded)
         return " && ".join([train, evaluate, *after])
 
@@ -108,7 +114,7 @@ def study(dataset: Dataset, flags: Sequence[str]) -> None:
     print(f"# {dataset.name}: {len(left)} of {len(runs)} runs are still to do", flush=True)
     if settings.dry_run:
         for run in left:
-            print(f"SEED={run.seed} {run.line}")
+            print(run.line)
         return
     for run in left:  # raises UsageError before the work
         results.summarize_starts(run.folder)
@@ -185,7 +191,7 @@ def _work(left: list[Run], slots: dict[int, dict[str, str]]) -> list[Run]:
 def _save(run: Run) -> bool:
     """Save the results; warns and returns False if that fails."""
     try:
-        results.save(run.dataset, run.name, f"SEED={run.seed} {run.line}")
+        results.save(run.dataset, run.name, run.line)
     except (UsageError, OSError, ValueError) as error:
         warn(f"{run.name} is trained and scored, and its results cannot be kept: {error}")
         return False
@@ -220,7 +226,7 @@ def _start(groups: ProcessGroups, run: Run, variables: dict[str, str]) -> None:
     run.folder.mkdir(parents=True, exist_ok=True)
     run.sharded = run.sharded and variables["GPUS"] != "1"  # slots may have different numbers
     results.record_start(run.folder, variables)
-    variables = environment(run.dataset.settings) | variables | {"SEED": str(run.seed)}
+    variables = environment(run.dataset.settings) | variables
     with open_plain(run.folder / LOG, append=True) as log:
         output = {"stdout": log, "stderr": subprocess.STDOUT}
         run.process = groups.start(["bash", "-c", run.line], variables, **output)
