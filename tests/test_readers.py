@@ -287,6 +287,7 @@ NAMED = {  # files, and the settings with which alone they are found; None: ther
             }
         },
     ),
+    "mixed codes": (["en-ha/eng_to_ha.tsv"], {"files": "{pair}/{first}_to_{second}.tsv"}),
     "meant folders": (["eng-hau/train.json", "eng-hau/valid", "eng-hau/test"], {}),
 }
 

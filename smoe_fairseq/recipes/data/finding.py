@@ -278,12 +278,13 @@ def publisher_names(
     codes, names = dataset.raw.get("codes", {}), {}
     for order in orders or both_orders(pair):
         place = order.split("-").index(language)
-        for spelling in product(*map(spelled, order.split("-"))):
+        both = [*product(*map(spelled, order.split("-")))]
+        for together, spelling in product(both, both):
             own = spelling[place]
             name = pattern.format(
                 split=dataset.raw.get("splits", {}).get(split, split),
-                pair="-".join(spelling),
-                sorted="-".join(sorted(spelling)),
+                pair="-".join(together),
+                sorted="-".join(sorted(together)),
                 first=spelling[0],
                 second=spelling[1],
                 language=own,
