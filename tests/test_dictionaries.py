@@ -174,6 +174,12 @@ def test_files_that_do_not_belong_together_are_named(data, tmp_path, fault):
     refused(result, folder, named)
 
 
+def test_a_byte_order_mark_may_be_a_word_of_a_dictionary(tmp_path):
+    """As where texts were joined, and nothing removes their marks."""
+    (tmp_path / "dict.txt").write_text("a 2\n\ufeff 1\n")
+    assert Dictionary.load(str(tmp_path / "dict.txt")).symbols[-2:] == ["a", "\ufeff"]
+
+
 @pytest.mark.parametrize("pair", ["src-other", soak("src"), soak("tgt-tgt")])
 def test_a_pair_that_the_data_lack_is_named(data, tmp_path, pair):
     words = [*MOE, *SEVERAL, "--langs", "src,tgt", "--lang-pairs", pair, "--cpu"]

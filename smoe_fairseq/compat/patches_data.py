@@ -128,7 +128,7 @@ def name_dictionary(original, cls, f):
             loaded = original(cls, f)
         except RuntimeError as error:  # a duplicate word
             raise ValueError(str(error)) from None
-        if any(symbol.startswith("\ufeff") for symbol in loaded.symbols):
+        if "".join(loaded.symbols[loaded.nspecial :][:1]).startswith("\ufeff"):
             raise ValueError("begins with a byte order mark")
         return loaded
 
