@@ -138,9 +138,16 @@ def test_another_metric_than_that_of_the_file(dry, metric, maximize):
 
 
 def test_all_validations_that_are_asked_for_are_saved(dry):
-    typed = ("--validate-interval-updates", "40")
-    (words,) = commands(dry("train", "own", "moe", *typed), "fairseq-train")
-    assert flag_values(words)["--save-interval-updates"] == "40"
+    for every, saves in (("40", "40"), ("2000", "1000"), ("1500", "1500")):  # the file has 1000
+        typed = ("--validate-interval-updates", every)
+        (words,) = commands(dry("train", "own", "moe", *typed), "fairseq-train")
+        assert flag_values(words)["--save-interval-updates"] == saves
+
+
+def test_validations_that_would_not_be_saved_are_refused(dry):
+    fewer, more = (("--save-interval-updates", each) for each in ("20", "5"))
+    refused(dry("train", "own", "moe", *fewer, validate={"every": 10}), " ".join(fewer))
+    assert dry("train", "own", "moe", *more).returncode == 0
 
 
 def test_a_methods_own_metric(dry):
