@@ -98,6 +98,14 @@ def test_a_bad_value_is_named_before_any_work(tmp_path, given):
     assert all(named in sentence for named in BAD[given])
 
 
+@pytest.mark.parametrize("saved", ["checkpoint_last.pt", "checkpoint_last-rank-0.pt"])
+def test_a_run_needs_what_it_began_with_only_once(tmp_path, saved):
+    words = ("--continue-once", tmp_path / "gone.pt")
+    assert "gone.pt" in sentence_of(begin, tmp_path, *words)
+    (tmp_path / saved).touch()
+    begin(tmp_path, *words)
+
+
 @pytest.mark.parametrize(
     "given, named",
     [
