@@ -260,6 +260,11 @@ def test_more_memory_holds_more_tokens():
     assert small.keys() == {"replicated", "translation"}
     assert all(0 < small[name] < large[name] for name in small)
     assert not any(json.loads(smoe(*command, "0.001").stdout)["fits"].values())
+    command.remove("--json")
+    for more, names in (([], ["training"]), (["--world-size", 2], ["replicated", "sharded"])):
+        table = smoe(*command, 24, *more).stdout.partition("tokens that fit")[2]
+        rows = [line.split()[0] for line in table.partition("\n\n")[0].splitlines()[1:]]
+        assert rows == [*names, "translation"]
 
 
 # train.sh
