@@ -39,8 +39,8 @@ def table(folder: Path, *words: str, check=True, configs: str = str(ROOT / "conf
     return smoe("table", *words, check=check, cwd=folder, CONFIG_DIR=configs, **folders)
 
 
-def refusal(folder: Path, *words: str) -> str:
-    return refused(table(folder, *words, check=False))
+def refusal(folder: Path, *words: str, **more) -> str:
+    return refused(table(folder, *words, check=False, **more))
 
 
 def compared(folder: Path, first: str, second: str, *words: str, **more) -> dict[str, list[str]]:
@@ -362,6 +362,34 @@ def test_paired_bootstrap(folder):
     assert float(rows["en-de"][3]) < 0.01 and rows["en-fr"] == ["-"] * 4
     shutil.copytree(folder / "runs/multi30k/dense", folder / "runs/multi30k/switch")
     assert compared(folder, "dense", "switch")["en-de"][2:] == ["+0.00", "-"]
+
+
+def test_pairs_that_are_not_trained_are_compared_apart(folder):
+    recipe = {"pairs": ["en-fr"], "keep": ["en-de"], "raw": {}, "train": {"arch": "transformer"}}
+    configs = write_dataset(folder / "c", "multi30k", **recipe)["CONFIG_DIR"]
+    assert "no direction" in refusal(
+        folder, "multi30k", "--compare", "dense", "moe", configs=configs
+    )
+    shutil.copy(
+        folder / "data/multi30k/raw/test.en-de.de", folder / "data/multi30k/raw/test.en-fr.fr"
+    )
+    for method, bleu in zip(("dense", "moe"), points(folder)):
+        run_folder = folder / "runs/multi30k" / method
+        shutil.copy(run_folder / "test/en-de.txt", run_folder / "test/en-fr.txt")
+        content = json.loads((run_folder / "scores.json").read_text())["scores"]
+        content["en-fr"] = content["en-de"] | {"bleu": bleu / 2}
+        change_scores(run_folder, scores=content)
+        shutil.copytree(run_folder, run_folder.with_name(f"{method}.seed-2"))
+    rows = compared(folder, "dense", "moe", configs=configs)
+    assert [*rows][1:] == [
+        "fr-en",
+        "en-fr",
+        "average",
+        "en-de (not trained)",
+        "de-en (not trained)",
+    ]
+    assert rows["average"][:3] == rows["en-fr"][:3] != rows["en-de (not trained)"][:3]
+    assert float(rows["en-de (not trained)"][3]) < 0.01
 
 
 def test_flags_of_the_metric_are_those_of_the_test(folder):

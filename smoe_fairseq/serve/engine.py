@@ -316,8 +316,8 @@ class Engine:
         """Check a request before it is queued.
 
         Raises:
-            UsageError: the model lacks the direction, or it is not served, a text is too long, or no text
-                has words; with routing all need some.
+            UsageError: the model lacks the direction, or it is not served, a text is too long, or, with
+                routing, has no words.
         """
         asked = f"from {search.source[:20]!r} to {search.target[:20]!r}"
         task = self.translator.task_for(search.source, search.target, asked)
@@ -326,9 +326,8 @@ class Engine:
         for text in texts:
             if len(text) > self.max_characters:
                 raise UsageError(f"a text of {len(text)} characters is too long: {text[:40]!r}")
-        # One of several texts may be a blank line, which stays blank.
-        if not texts or not (all if search.routing else any)(map(self.translator.has_words, texts)):
-            raise UsageError("a text is empty: expected at least one word")
+        if search.routing and not all(map(self.translator.has_words, texts)):
+            raise UsageError("a text is empty: with routing, expected at least one word")
         for text in texts:
             tokens = len(self.translator.encode(text)) - 1
             if tokens > self.max_tokens:

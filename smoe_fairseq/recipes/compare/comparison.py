@@ -11,7 +11,7 @@ import numpy as np
 
 from smoe_fairseq.errors import UsageError, quietly
 from smoe_fairseq.files import read_plain
-from smoe_fairseq.recipes.compare.grid import Grid, number
+from smoe_fairseq.recipes.compare.grid import Grid, not_trained, number
 from smoe_fairseq.recipes.compare.statistics import (
     PERMUTATIONS,
     SAMPLES,
@@ -50,9 +50,10 @@ def comparison(dataset: Dataset, first: str, second: str, metric: str = scores.B
     several = len(one.runs) + len(other.runs) > 2
     by_direction = scores.signatures(*one.runs.values(), *other.runs.values(), metric=metric)
     rows, signatures = [], set()
-    for direction in dataset.directions:
+    for direction in dataset.all_directions:
+        name = direction if direction in dataset.directions else not_trained(direction)
         if direction not in common:
-            rows.append([direction, *(number(None) for _ in range(4 + several))])
+            rows.append([name, *(number(None) for _ in range(4 + several))])
             continue
         if len(kinds := by_direction[direction]) > 1:
             both = f"{first} and {second} were scored differently on {direction}"
@@ -60,7 +61,7 @@ def comparison(dataset: Dataset, first: str, second: str, metric: str = scores.B
         signatures |= kinds
         points = [system.points([direction]) for system in systems.values()]
         p = _bootstrap(dataset, direction, one, other, metric, points)
-        rows.append([direction, *_row(points, p)])
+        rows.append([name, *_row(points, p)])
         if several:
             rows[-1].append(number(permutation_p(*points), digits=4))
     names = [f"{name}, mean of {len(s.runs)}" if several else name for name, s in systems.items()]
@@ -76,8 +77,10 @@ def comparison(dataset: Dataset, first: str, second: str, metric: str = scores.B
     )
     if several:
         header.append("p (seeds)")
-        points = [system.points(common) for system in systems.values()]
-        rows.append(["average", *_row(points, None), number(permutation_p(*points), digits=4)])
+        trained = [direction for direction in common if direction in dataset.directions]
+        points = [system.points(trained) for system in systems.values()]
+        average = ["average", *_row(points, None), number(permutation_p(*points), digits=4)]
+        rows.insert(len(dataset.directions), average)
         notes += [f"{name}: {', '.join(system.runs)}" for name, system in systems.items()]
         notes.append(_smallest_p_note(*points))
         notes += _paired_note(systems.values(), points)
@@ -100,8 +103,8 @@ def _common_directions(dataset: Dataset, systems: Mapping[str, "_System"]) -> li
         for run in (*one.runs, *other.runs):
             folder = Folders(dataset).runs / run
             identity.check(folder, run_method(run), run_seed(run, dataset), binary)
-    common = [d for d in dataset.directions if one.has(d) and other.has(d)]
-    if not common:
+    common = [d for d in dataset.all_directions if one.has(d) and other.has(d)]
+    if not {*common} & {*dataset.directions}:
         runs = ", ".join([*one.runs, *other.runs])
         advice = f"run scripts/evaluate.sh {dataset.name} for each of them"
         raise UsageError(f"no direction is scored in all of {runs}: {advice}")

@@ -27,6 +27,11 @@ def number(value: float | None, digits: int = 2, sign: bool = False) -> str:
     return f"{value:{'+' if sign else ''}.{digits}f}"
 
 
+def not_trained(direction: str) -> str:
+    """What tables call a direction that is only scored."""
+    return f"{direction} (not trained)"
+
+
 def markdown(grid: Grid) -> str:
     """The table and the notes below it."""
     return "\n".join([plain(grid), "", *grid.notes])

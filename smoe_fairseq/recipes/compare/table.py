@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from smoe_fairseq.errors import UsageError, quietly
 from smoe_fairseq.forms import read_json
 from smoe_fairseq.languages import code_of
-from smoe_fairseq.recipes.compare.grid import FORMATS, Grid, number
+from smoe_fairseq.recipes.compare.grid import FORMATS, Grid, not_trained, number
 from smoe_fairseq.recipes.datasets import Dataset
 from smoe_fairseq.recipes.evaluation import metrics, scores
 from smoe_fairseq.recipes.evaluation.evaluate import again, state_notes
@@ -38,7 +38,7 @@ def columns(dataset: Dataset, tested: tuple[str, ...]) -> list[Column]:
         parts = _by_class(dataset, classes)
     else:
         parts = [Column(direction, (direction,)) for direction in tested]
-    kept = [Column(f"{kept} (not trained)", (kept,)) for kept in dataset.kept_directions]
+    kept = [Column(not_trained(kept), (kept,)) for kept in dataset.kept_directions]
     return [*parts, Column("average", tested), *kept]
 
 
