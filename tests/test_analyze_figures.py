@@ -52,10 +52,16 @@ assert {os.environ["MPLBACKEND"], matplotlib.rcParams["backend"]} == {"module://
     subprocess.run(command, env=os.environ | {"MPLBACKEND": "module://none.inline"}, check=True)
 
 
-def test_picture_of_directions(results):
+def test_picture_of_directions(results, monkeypatch):
+    monkeypatch.setattr(type(results), "pivot", lambda results: "aa")
     decoder = figures.draw_by_direction(results).axes[0]
     assert [label.get_text() for label in decoder.get_yticklabels()] == ["bb-aa", "aa-bb"]
     assert [bar.get_width() for bar in decoder.patches] == [1.0, 1.25]  # 5 stops of 4 tokens
+    rows = {
+        each.get_label(): [round(bar.get_center()[1]) for bar in each]
+        for each in decoder.containers
+    }
+    assert rows == {"into aa": [0], "out of aa": [1]}
 
 
 def test_picture_of_depth(results):

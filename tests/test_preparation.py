@@ -140,7 +140,9 @@ def test_binarised_as_by_fairseq_preprocess(tmp_path, given, prepared):
     found = {n: c for n, c in contents(tmp_path / "bin").items() if Path(n).name != "dict.sha256"}
     assert sorted(found) == sorted(expected)
     assert all(content == expected[name] for name, content in found.items())
-    assert "unknown" in said and " 0 of them" not in said
+    known = {line.split()[0] for line in (prepared / "dict.txt").read_text("utf-8").splitlines()}
+    pieces = [piece for file in text.glob("*/*.*-*.*") for piece in file.read_text("utf-8").split()]
+    assert f"{sum(piece not in known | {'<pad>'} for piece in pieces):,} of them unknown" in said
 
 
 @pytest.mark.soak
@@ -188,6 +190,13 @@ def test_a_bar_at_a_terminal(monkeypatch, capsys):
     with progress("encode", 100) as advance:
         advance(50)
     assert re.search(r"encode: +\d+%", capsys.readouterr().err)
+
+
+def test_lines_elsewhere(monkeypatch, capsys):
+    monkeypatch.setattr("smoe_fairseq.progress._REPORT_SECONDS", 0)
+    with progress("encode", 100, "lines") as advance:
+        advance(50)
+    assert capsys.readouterr().err.startswith("encode: 50 of 100 lines | ")
 
 
 MODELS = {"unigram": 21, "bpe": 6}  # bytes of memory for each byte of text
