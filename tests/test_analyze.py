@@ -287,6 +287,9 @@ def test_a_sentence(three_languages, gates_by_hand, tmp_path):
     assert sum(line.startswith(("encoder", "decoder")) for line in lines) == 4
     files = sorted(path.name for path in (tmp_path / "one").iterdir())
     assert files == ["sentence.png", "sentence.svg"]
+    words = ("--sentence", " ".join(["aa0 aa4 aa5"] * 8))
+    lines = smoe(*one_direction(three_languages, gates_by_hand), *words, COLUMNS="50").stdout
+    assert 44 < max(len(line) for line in lines.splitlines() if "aa0" in line) <= 50
 
 
 def test_a_sentence_of_a_decoder_whose_language_replaces_the_end(
