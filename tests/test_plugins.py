@@ -96,6 +96,14 @@ def test_a_run_is_trained_evaluated_and_tabled_with_its_flops(trained):
     assert costs[0] == costs[1]  # top-2 each
 
 
+def test_a_study_analyses_a_method_that_names_a_plugin(trained):
+    folder, given = trained
+    said = run_step("study", "tiny", "balanced", "--dry-run", cwd=folder, **given)
+    *_, analyze = succeeded(said).stdout.rstrip().split(" && ")
+    succeeded(run("/bin/bash", "-c", analyze, cwd=folder, fresh=True))
+    assert (folder / "runs/tiny/balanced/routing/blocks.csv").exists()
+
+
 def test_commands_read_the_checkpoint_if_the_plugin_is_named(trained, monkeypatch, balancing):
     folder, _ = trained
     path, gates = "runs/tiny/balanced", str(folder / "configs/gates/balancing.py")

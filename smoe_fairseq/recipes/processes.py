@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from smoe_fairseq.ending import ENDING, end_with_parent
 from smoe_fairseq.errors import UsageError
+from smoe_fairseq.plugins import VARIABLE, imported
 from smoe_fairseq.recipes.settings import Settings
 
 STARTED_BY_RECIPE = "SMOE_RECIPE"  # variable that is set for every command of a recipe
@@ -26,8 +27,13 @@ class CommandError(UsageError):
 
 
 def command(*words: object, output: object = None) -> str:
-    """The words as one quoted shell command, with its standard output sent to the file ``output``."""
+    """The words as one quoted shell command, with its standard output sent to the file ``output``.
+
+    The command ``smoe`` reads no data set, so it gets the plugins that this process has imported.
+    """
     line = shlex.join(str(word) for word in words)
+    if imported and os.path.basename(words[0]) == "smoe":
+        line = f"{VARIABLE}={shlex.quote(os.pathsep.join(imported))} {line}"
     return line if output is None else f"{line} > {shlex.quote(str(output))}"
 
 
@@ -77,7 +83,7 @@ def run(lines: Iterable[str | Callable], settings: Settings, variables: Mapping 
         with ProcessGroups() as groups:
             shell = ["bash", "-o", "pipefail", "-c", line]
             status = groups.start(shell, environment(settings) | variables).wait()
-        program = line.split()[0]
+        program = next(word for word in shlex.split(line) if "=" not in word)
         if status < 0:
             raise CommandError(f"{program} was stopped by {signal.Signals(-status).name}")
         if status and program in _EXPLAINING:

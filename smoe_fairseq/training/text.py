@@ -1,4 +1,4 @@
-"""Error messages that name mismatched data files and dictionaries, for all commands of fairseq."""
+"""Data files and dictionaries: messages that name mismatched ones, and the sizes of all shards."""
 
 from itertools import chain
 from pathlib import Path
@@ -117,3 +117,19 @@ def name_other_dictionary(_, task, dicts, source_langs, target_langs) -> None:
                 if dicts[first] is not dicts[other] and dicts[first] != dicts[other]:
                     files = [getattr(dicts[name], "read_from", name) for name in (other, first)]
                     raise UsageError(f"{' differs from '.join(files)}: expected equal dictionaries")
+
+
+@replaces(
+    "fairseq.tasks.translation_multi_simple_epoch:MultilingualDatasetManager.get_train_dataset_sizes"
+)
+def count_all_shards(original, manager, params, *others):
+    """fairseq counts the shards that it has loaded, so a resumed run would draw other sentences."""
+    split = params[0]["split"]
+    shards = manager.get_split_num_data_shards(split)
+    for epoch in range(1, max(shards.values()) + 1):
+        for param in manager.get_split_data_param_list(split, epoch):
+            number = shards[param["key"]]
+            sizes, shard = manager._training_data_sizes[param["key"]], (epoch - 1) % number
+            if number > 1 and shard not in sizes:
+                sizes[shard] = len(manager.load_a_dataset(combine=True, **param))
+    return original(manager, params, *others)
