@@ -12,6 +12,7 @@ from test_lock import holder
 from test_recipes import recipe, refusal, surroundings, write_dataset, write_text
 
 from smoe_fairseq.recipes.study import results as study_results
+from smoe_fairseq.recipes.training import identity
 
 ROOT = Path(__file__).parents[1]
 RUNS = ("moe", "smoe-2-2", "moe.seed-2", "smoe-2-2.seed-2")
@@ -46,6 +47,10 @@ def kept_runs(folder: Path) -> list[str]:
 
 def kept_command(folder: Path, run: str) -> str:
     return json.loads((folder / "results/tiny" / run / study_results.FILE).read_text())["command"]
+
+
+def change_json(file: Path, **values) -> None:
+    file.write_text(json.dumps(json.loads(file.read_text()) | values))
 
 
 @pytest.mark.soak
@@ -116,3 +121,17 @@ def test_a_second_study_is_refused_and_a_run_that_fails_does_not_end_the_others(
     assert train.endswith("dense --seed 2 --batch 600 --precision bf16")
     assert evaluate.endswith("dense --seed 2")
     assert "\n| dense " in (tmp_path / "results/tiny/report.md").read_text()
+    # Before another seed is trained, on other text than those that have results.
+    kept, given["SEEDS"] = tmp_path / "results/tiny/dense.seed-2", "3"
+    other = score | {"test_checksum": "other"}
+    for file, named, change in (
+        (study_results.FILE, "training text", {identity.TEXT: "other"}),
+        (study_results.FILE, "dictionaries", {identity.TEXT: None, "dictionary": "other"}),
+        (study_results.FILE, "", {"dictionary": None}),
+        ("scores.json", "test sets (en-fr)", {"scores": {"en-fr": other}}),
+    ):
+        change_json(kept / file, **change)
+        if named:
+            said = refusal(step_here(*study, cwd=tmp_path, **given))
+            assert named in said and str(kept.relative_to(tmp_path)) in said
+    assert not list(runs.glob("*.seed-3"))

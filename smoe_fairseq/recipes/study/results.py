@@ -146,6 +146,18 @@ def are_saved(dataset: Dataset, name: str, words: Sequence[str], processes: int)
     return True
 
 
+def check_text(dataset: Dataset) -> None:
+    """Raise UsageError if a run that has results was trained or scored on other text than there is now."""
+    for result in read(dataset):
+        difference = identity.other_text(result.about, Folders(dataset).binary)
+        now = scores.test_checksums(dataset, result.scores)
+        if difference is None and (other := scores.different_tests(result.scores, now=now)):
+            difference = f"was scored on other test sets ({', '.join(other)})"
+        if difference:
+            advice = "set --results-dir to another folder for a study of other text"
+            raise UsageError(f"{result.folder} {difference}: {advice}")
+
+
 def _settings(dataset: Dataset) -> dict[str, dict]:
     """What decides which checkpoint is the best, and how translations are scored."""
     irrelevant, given = ("width", "metrics"), dataset.sacrebleu

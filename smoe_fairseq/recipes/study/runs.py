@@ -111,6 +111,8 @@ def study(dataset: Dataset, flags: Sequence[str]) -> None:
         return results.are_saved(dataset, run.name, words, launch.processes)
 
     left = [run for run in runs if not is_done(run)]
+    if left and folders.binary.exists():
+        results.check_text(dataset)
     print(f"# {dataset.name}: {len(left)} of {len(runs)} runs are still to do", flush=True)
     if settings.dry_run:
         for run in left:

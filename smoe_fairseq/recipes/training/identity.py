@@ -167,6 +167,13 @@ def other_settings(saved: dict, words: Sequence[str], processes: int, data: Path
     return _difference(saved, own, data)
 
 
+def other_text(saved: dict, data: Path) -> str | None:
+    """How the text and dictionaries of a run that was trained elsewhere differ from those in ``data``."""
+    own = {"method": "", "dictionary": _dictionary(data), "flags": {}, TEXT: _text(data)}
+    known = {key: saved[key] for key in ("dictionary", TEXT) if saved.get(key)}
+    return _difference(own | known, own, data)
+
+
 def differing(records: Mapping[str, dict], left_out: Collection[str] = ()) -> list[str]:
     """The text, flags and limits of ended trainings in which runs differ: "moe has --lr 1, dense --lr 2".
 
