@@ -12,7 +12,9 @@ from pathlib import Path
 
 import pytest
 import sentencepiece
-from commands import contents, refused, run, step_here, succeeded
+from commands import PLUGIN, contents, refused, run, step_here, succeeded
+from fairseq import options, tasks
+from fairseq.dataclass.utils import convert_namespace_to_omegaconf
 from programs import HANGS, started, wait_until
 from test_full_disk import limited
 from test_recipes import surroundings, write_dataset, write_text
@@ -143,6 +145,38 @@ def test_binarised_as_by_fairseq_preprocess(tmp_path, given, prepared):
     known = {line.split()[0] for line in (prepared / "dict.txt").read_text("utf-8").splitlines()}
     pieces = [piece for file in text.glob("*/*.*-*.*") for piece in file.read_text("utf-8").split()]
     assert f"{sum(piece not in known | {'<pad>'} for piece in pieces):,} of them unknown" in said
+
+
+def test_a_run_that_resumes_draws_as_many_sentences_of_each_pair(tmp_path, given, prepared):
+    """As one that has loaded all shards, which here differ in size."""
+    shutil.copytree(prepared / "text2", tmp_path / "text")
+    for language in ("en", "fr"):
+        file = tmp_path / f"text/shard1/train.en-fr.{language}"
+        file.write_text("".join(file.read_text("utf-8").splitlines(True)[:50]), "utf-8")
+    step(
+        tmp_path,
+        given,
+        "binarise",
+        "tiny",
+        tmp_path / "text",
+        prepared / "dict.txt",
+        tmp_path / "bin",
+    )
+    words = [f"{tmp_path}/bin/shard0:{tmp_path}/bin/shard1", "--user-dir", PLUGIN]
+    words += ["--task", "translation_multi_simple_epoch", "--langs", "en,de,fr"]
+    words += ["--lang-pairs", "en-fr,en-de", "--arch", "smoe_transformer_tiny"]
+    words += ["--sampling-method", "temperature", "--sampling-temperature", 3]
+    words += ["--max-source-positions", 99, "--max-target-positions", 99]
+    args = options.parse_args_and_arch(options.get_training_parser(), [*map(str, words)])
+
+    def drawn(*epochs: int) -> tuple[int, list[float]]:
+        task = tasks.setup_task(convert_namespace_to_omegaconf(args).task)
+        for epoch in epochs:
+            task.load_dataset("train", epoch=epoch, combine=True)
+        return len(task.datasets["train"]), task.datasets["train"].sample_ratios.tolist()
+
+    assert drawn(1, 2, 3) == drawn(3) and drawn(1, 2) == drawn(2)
+    assert drawn(2)[0] < drawn(1)[0]
 
 
 @pytest.mark.soak
