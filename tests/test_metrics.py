@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 from commands import refused, run, step_here
-from test_recipes import TRAIN, commands, write_dataset
+from test_recipes import ROOT, TRAIN, commands, write_dataset
 
 from smoe_fairseq.errors import UsageError
 from smoe_fairseq.recipes.evaluation import metrics, scores
@@ -148,6 +148,15 @@ def test_validations_that_would_not_be_saved_are_refused(dry):
     fewer, more = (("--save-interval-updates", each) for each in ("20", "5"))
     refused(dry("train", "own", "moe", *fewer, validate={"every": 10}), " ".join(fewer))
     assert dry("train", "own", "moe", *more).returncode == 0
+
+
+@pytest.mark.parametrize(
+    "name", [file.stem for file in sorted((ROOT / "configs/datasets").glob("*"))]
+)
+def test_each_data_set_trains(tmp_path, name):
+    """What docs/study.md and others say to type; to fine-tune, the model has to be prepared before."""
+    said = step_here("train", name, "dense", cwd=tmp_path, DRY_RUN="1", GPUS="0")
+    assert said.returncode == 0 or f"data/{name}/bin is missing" in said.stderr
 
 
 def test_a_methods_own_metric(dry):

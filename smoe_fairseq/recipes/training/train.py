@@ -234,13 +234,18 @@ def plan(
     every, saves = number("validate-interval-updates"), number("save-interval-updates")
     if "--validate-interval-updates" in typed and "--save-interval-updates" not in typed and every:
         recipe["save-interval-updates"] = every if not saves or every % saves else saves
+    every = every or validation.get("validate-interval-updates", 0)
+    saved = "--save-interval-updates" in typed and "--disable-validation" not in typed
+    if saved and saves and every % saves:
+        expected = f"a divisor of --validate-interval-updates {every}, to save the best checkpoint"
+        raise UsageError(f"--save-interval-updates {saves}: expected {expected}")
     if 0 < updates < 10 * interval:
         recipe["log-interval"] = max(1, updates // 10)
     launch = plan_launch(dataset.settings, [*arguments(recipe), *flags])
     recipe, extra, notes = _adapt_flags(dataset, recipe, launch, flags, folder)
     words = [*data_arguments(dataset), *arguments(recipe)]
     words += ["--save-dir", str(folder), "--log-file", str(folder / LOG), *extra]
-    _check_words(dataset, words)
+    _check_complete(dataset, words)
     if dataset.start:
         pretrained.check_options(dataset, words)
         notes.insert(0, f"# fine-tunes {dataset.start['source']}")
@@ -379,14 +384,9 @@ def screen_variables() -> dict[str, str]:
     return {"LOGLEVEL": "WARNING", screen.VARIABLE: str(seconds)}
 
 
-def _check_words(dataset: Dataset, words: Sequence[str]) -> None:
-    values = flag_values(words)
+def _check_complete(dataset: Dataset, words: Sequence[str]) -> None:
+    present = flag_values(words).keys()
     for flags, example in REQUIRED_FLAGS.items():
-        if not values.keys() & set(flags):
+        if not present & set(flags):
             places = f"behind the method, or in `train` of {dataset.file}"
             raise UsageError(f"{flags[0]} is missing: expected it {places}, such as {example}")
-    both = [f"--{does}-interval-updates" for does in ("save", "validate")]
-    saves, every = (int(x) if (x := values.get(flag, "")).isdecimal() else 0 for flag in both)
-    if saves and every % saves and "--disable-validation" not in values:
-        expected = f"expected a divisor of {both[1]} {every}, so that the best checkpoint is saved"
-        raise UsageError(f"{both[0]} {saves}: {expected}")
