@@ -11,8 +11,6 @@ from commands import STEP, run, touch_binarised
 from programs import HANGS, path_with, started, wait_until
 from test_recipes import ROOT
 
-from smoe_fairseq.ending import exit_on_signals
-
 # In the place of srun, which starts the training: a process that takes its time to end, and one in the
 # background, where bash would have SIGINT ignored.
 SRUN = """
@@ -105,9 +103,13 @@ def test_ignored_signal_stays_ignored(tmp_path):
 
 
 def test_a_command_that_a_signal_ends_has_its_status_in_a_shell():
-    with pytest.raises(SystemExit) as ended, exit_on_signals():
-        signal.raise_signal(signal.SIGTERM)
-    assert ended.value.code == 128 + signal.SIGTERM
+    program = """
+import signal
+from smoe_fairseq.ending import exit_on_signals
+with exit_on_signals():
+    signal.raise_signal(signal.SIGTERM)
+"""
+    assert subprocess.run([sys.executable, "-c", program]).returncode == 128 + signal.SIGTERM
 
 
 def test_status_of_a_command_that_was_killed_by_others(tmp_path):
