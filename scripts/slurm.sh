@@ -12,8 +12,9 @@
 #SBATCH --signal=B:USR1@180
 [ -n "${BASH_VERSION:-}" ] || exec bash "$0" "$@"  # `sh scripts/...`, where sh is another shell
 set -euo pipefail
-export NODES="${NODES:-1}" GPUS="${GPUS:-8}" LAUNCHER=slurm
+export NODES="${NODES:-${SLURM_JOB_NUM_NODES:-1}}" GPUS="${GPUS:-${SLURM_GPUS_ON_NODE:-8}}" LAUNCHER=slurm
 before=
+words=()
 for word in "$@"; do  # sbatch needs these values, too
     case $before in
         --nodes) NODES=$word ;;
@@ -22,11 +23,13 @@ for word in "$@"; do  # sbatch needs these values, too
     case $word in
         --nodes=*) NODES=${word#*=} ;;
         --gpus=*) GPUS=${word#*=} ;;
-        --dry-run) export DRY_RUN=1 ;;
+        --dry-run) export DRY_RUN=1 && continue ;;  # not of the job
         -h | --help) exec "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/train.sh" --help ;;
     esac
     before=$word
+    words+=("$word")
 done
+set -- ${words[@]+"${words[@]}"}
 
 if [[ -z ${SLURM_JOB_ID:-} ]]; then
     SMOE_SCRIPTS=$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")

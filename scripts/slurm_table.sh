@@ -24,6 +24,9 @@ fi
 for method in "${methods[@]}"; do  # errors show before the first job is submitted
     DRY_RUN=1 FORECAST=0 "$scripts/slurm.sh" "$dataset" "$method" > /dev/null
 done
+for name in SEED BATCH PRECISION DATA_DIR RUN_DIR CONFIG_DIR; do  # of the jobs
+    [[ ${DRY_RUN:-0} == 0 || -z ${!name:-} ]] || printf 'export %s=%q\n' "$name" "${!name}"
+done
 for method in "${methods[@]}"; do
     if [[ ${DRY_RUN:-0} == 0 ]]; then
         output=$("$scripts/slurm.sh" "$dataset" "$method")

@@ -60,6 +60,17 @@ def test_submission(tmp_path, cluster):
     assert (tmp_path / "exported").read_text() == f"2 8 slurm {ROOT}/scripts\n"
 
 
+def test_what_a_dry_run_prints_trains(tmp_path, cluster):
+    """In a job, which has the numbers of its machines and GPUs from SLURM."""
+    words = ("m15", "moe", "--nodes", "2", "--dry-run", "--gpus=4")
+    submit, *_ = run(tmp_path, cluster, "slurm.sh", *words).stdout.splitlines()
+    assert submit.endswith("/slurm.sh m15 moe --nodes 2 --gpus=4 ")
+    job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "node[1-2]", "SLURM_SUBMIT_DIR": str(ROOT)}
+    job |= {"SLURM_JOB_NUM_NODES": "2", "SLURM_GPUS_ON_NODE": "4"}
+    said = run(tmp_path, cluster | job, "slurm.sh", "m15", "moe", "--dry-run").stdout
+    assert "= 8 ranks x" in said and "--nproc-per-node 4 " in said
+
+
 def test_job_requeues_itself_and_outlives_the_signals(tmp_path, cluster):
     job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "node[1-2]", "SLURM_SUBMIT_DIR": str(ROOT)}
     command = [ROOT / "scripts/slurm.sh", "m15", "smoe-4-12"]
@@ -91,9 +102,11 @@ echo "Submitted batch job $n$on"
 def test_a_dry_run_of_a_table_prints_two_jobs_for_each_of_its_rows(tmp_path, cluster, methods):
     """Without methods, of all rows of the paper's."""
     touch_binarised(tmp_path, "m4")
-    given = {"DRY_RUN": "1", "NODES": "2"}
+    given = {"DRY_RUN": "1", "NODES": "2", "SEED": "5", "DATA_DIR": "my data"}
+    (tmp_path / "data").rename(tmp_path / "my data")
     result = run(tmp_path, cluster | given, "slurm_table.sh", "m4", *methods)
-    lines = result.stdout.splitlines()
+    seed, folder, *lines = result.stdout.splitlines()
+    assert (seed, folder) == ("export SEED=5", "export DATA_DIR=my\\ data")
     methods = methods or list(tables()["m4"]["rows"])
     assert [line.split()[-1] for line in lines[::2]] == list(methods)
     first = (
