@@ -100,6 +100,11 @@ def test_a_second_study_is_refused_and_a_run_that_fails_does_not_end_the_others(
     first.communicate()
     assert "runs/tiny" in said and f"process {first.pid}" in said
     assert not list(runs.iterdir())  # before it notes anything
+    for words in (("--no-such-flag", "3"), ("--lr", "0.1", "moe")):  # methods come first
+        said = refusal(
+            step_here("study", "tiny", "dense", *words, "--dry-run", cwd=tmp_path, **given)
+        )
+        assert words[0] in said or words[-1] in said
     given |= {"SEEDS": "2", "JOBS": "1", "BATCH": "600", "PRECISION": "bf16"}
     study = ("study", "tiny", "smoe-2-2", "dense")
     (failing, dense) = (runs / f"{method}.seed-2" for method in study[2:])

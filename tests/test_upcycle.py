@@ -174,6 +174,10 @@ def test_the_command_that_is_printed_has_the_task(dense, tmp_path, capsys):
     flags = ["--langs a,b", "--lang-pairs a-b", "--encoder-langtok tgt", "--criterion smoe_"]
     flags += ["--lang-tok-style mbart", "--lang-tok-replacing-bos-eos "]
     assert all(flag in words for flag in (f"--task {task.task}", *flags))
+    task.lang_pairs = [f"a-b{i}" for i in range(200)]  # more than anybody has text of
+    path = changed(dense, tmp_path / "all.pt", lambda state: state["cfg"].update(task=task))
+    call("upcycle", path, "--smoe-strata", 4, "--output", tmp_path / "up2.pt")
+    assert "--lang-pairs PAIRS " in capsys.readouterr().out
 
 
 def test_a_published_model_without_state_of_its_training_translates(corpus, pre_norm, tmp_path):

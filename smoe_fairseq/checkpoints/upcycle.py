@@ -152,6 +152,9 @@ def add_upcycle_arguments(parser: ArgumentParser) -> None:
     offer_gates(group)
 
 
+_LONG = 1000  # characters of ``--lang-pairs`` in a command that people type
+
+
 def run_upcycle(args: Namespace) -> None:
     if not (args.noise >= 0 and math.isfinite(args.noise)):
         raise UsageError(f"--noise {args.noise}: expected 0 or a positive number, such as 0.01")
@@ -185,6 +188,8 @@ def _task_flags(state: Mapping) -> str:
     if name != "translation":
         several = ("langs", "lang_pairs", *sorted(TOKEN_FLAGS))
         flags |= {each: task[each] for each in several if task.get(each)}
+        if len(str(flags.get("lang_pairs"))) > _LONG:  # of an imported model, which has text of few
+            flags["lang_pairs"] = "PAIRS"
     return " ".join(as_flag(each, value) for each, value in flags.items())
 
 

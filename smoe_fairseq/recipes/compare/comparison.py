@@ -208,7 +208,8 @@ def _bootstrap(
     files = [system.translations(direction) for system in (first, second)]
     if scores.METRICS.get(metric) is None:
         lines = ([numbers_of_lines(file, metric) for file in of_runs] for of_runs in files)
-        return mean_p_value(*(np.mean(of_runs, axis=0) for of_runs in lines))
+        one, other = (np.mean(of_runs, axis=0) for of_runs in lines)
+        return None if one.mean() == other.mean() else mean_p_value(one, other)
     if abs(statistics.fmean(points[0]) - statistics.fmean(points[1])) < 0.005:
         return None
     language = direction.split("-")[1]

@@ -11,18 +11,18 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from smoe_fairseq.errors import UsageError
+from smoe_fairseq.errors import UsageError, quietly
 from smoe_fairseq.files import check_plain, open_plain
 from smoe_fairseq.host_memory import cores, machine_memory
 from smoe_fairseq.locks import lock_folder
 from smoe_fairseq.progress import progress
 from smoe_fairseq.recipes.compare.report import write_report
-from smoe_fairseq.recipes.datasets import Dataset
+from smoe_fairseq.recipes.datasets import Dataset, naming_settings
 from smoe_fairseq.recipes.evaluation import scores
 from smoe_fairseq.recipes.folders import Folders, default_seed, run_name
 from smoe_fairseq.recipes.methods import has_strata, method_flags, tables
 from smoe_fairseq.recipes.processes import ProcessGroups, environment, recipe, warn
-from smoe_fairseq.recipes.program_flags import flag_values, value_of
+from smoe_fairseq.recipes.program_flags import flag_values, parse_flags, value_of
 from smoe_fairseq.recipes.settings import Settings
 from smoe_fairseq.recipes.study import results
 from smoe_fairseq.recipes.training.launcher import plan_launch, visible_gpus
@@ -102,6 +102,9 @@ def study(dataset: Dataset, flags: Sequence[str]) -> None:
     one = replace(dataset, settings=as_one)
     # This reports invalid settings before any run.
     plans = {method: plan(one, method, runs[0].flags) for method in {r.method for r in runs}}
+    for method, (_, words, _) in plans.items():
+        with naming_settings(one, (f"methods.{method}", "train", "task"), flags), quietly():
+            parse_flags("fairseq-train", words)
     for run in runs:
         launch, words, _ = plans[run.method]
         run.sharded = launch.processes > 1 and "--expert-parallel" in words
@@ -181,7 +184,8 @@ def _work(left: list[Run], slots: dict[int, dict[str, str]]) -> list[Run]:
                         warn(f"{run.name} failed: {run.folder / LOG}")
                     elif _save(run):
                         new = True
-                        scored = scores.read(run.folder)
+                        known, trained = scores.read(run.folder), run.dataset.directions
+                        scored = {d: score for d, score in known.items() if d in trained}
                         bleu = f"BLEU {scores.mean_points(scored):.2f}"
                         mean = f"{bleu} over {len(scored)} directions"
                         print(f"# {run.name}: {mean} ({count} of {len(left)} runs)", flush=True)
