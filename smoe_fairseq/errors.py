@@ -44,10 +44,7 @@ _PROCESS_MESSAGES = {  # pattern of torch's message in a RuntimeError: our messa
 }
 # hydra's and omegaconf's messages for an option without a value
 _MISSING = re.compile(r"(?:override \w+\.(?=\w+=null)|Missing mandatory value: )(\w+)")
-_REASONS = {
-    FileNotFoundError: "No such file or directory",
-    FileExistsError: "expected a new folder",
-}
+_REASONS = {FileNotFoundError: "No such file or directory", FileExistsError: "exists already"}
 _FLAG_VALUE = re.compile(r"--([\w-]+) (?:\S+|'[^']*'): ")  # begins a sentence about a flag's value
 _MAX_LENGTH, _HALF = 300, 150  # characters of a word, and of another program's message
 
