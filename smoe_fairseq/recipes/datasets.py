@@ -196,9 +196,8 @@ def load_dataset(name: str, settings: Settings | None = None) -> Dataset:
     empty = {key: type(form)() for key, form in SCHEMA.items() if isinstance(form, dict | list)}
     merged = empty | OmegaConf.to_container(_merge_bases(path, configs))
     known = {each for pair in merged["pairs"] + merged["keep"] for each in pair.split("-")}
-    own = read(path, SCHEMA).get(
-        "classes", ()
-    )  # others are of a base, and may have other languages
+    # Classes of a base may have other languages.
+    own = read(path, SCHEMA).get("classes", ())
     classes = {
         name: [each for each in languages if name in own or each in known]
         for name, languages in merged["classes"].items()
