@@ -290,6 +290,20 @@ def test_what_may_differ(run_of_one, tmp_path, capsys):
     assert "moe_capacity_factor" in named
 
 
+def test_settings_may_be_of_the_model_or_of_its_sides(run_of_one, tmp_path):
+    def change(state):
+        model = state["cfg"]["model"]
+        for name in ("moe_freq", "smoe_strata"):
+            for side in ("encoder", "decoder"):
+                model[f"{side}_{name}"] = model[name]
+        model.update(moe_freq=7, smoe_strata="9-9")
+
+    one, two = (run_of_one / name for name in names()[:2])
+    other = changed(two, tmp_path / "other.pt", change)
+    call("average", one, other, "--output", tmp_path / "mean.pt")
+    assert_is_mean(tmp_path / "mean.pt", [load(file)["model"] for file in (one, two)])
+
+
 def test_what_cannot_be_written_is_known_before_the_work(tmp_path, monkeypatch):
     """On a file system that may be read only, and below a file; what is read is not even there."""
     files = ["no-checkpoint-1.pt", "no-checkpoint-2.pt"]

@@ -12,7 +12,7 @@ from tqdm import tqdm
 
 from smoe_fairseq.checkpoints import reading, sets, trained_with
 from smoe_fairseq.checkpoints.content import MADE_OF, fingerprint
-from smoe_fairseq.checkpoints.model import of_training
+from smoe_fairseq.checkpoints.model import SIDES, of_training
 from smoe_fairseq.compat.checkpoint_names import PENDING, files_read, rank_of, saved, set_name
 from smoe_fairseq.errors import UsageError
 from smoe_fairseq.flags import values_of
@@ -109,12 +109,18 @@ def _outline(state: Mapping) -> dict:
     cfg = state.get("cfg") or {}
     options, common = (values_of(cfg.get(k) or state.get("args")) for k in ("model", "common"))
     training = of_training(options)
+    settings = SMoETransformerConfig.select(options)
+    for name, unset in (("moe_freq", -1), ("smoe_strata", "")):  # of a side: as of the model
+        if name in settings:
+            whole = settings.pop(name)
+            sides = {f"{side}_{name}": settings.get(f"{side}_{name}") for side in SIDES}
+            settings |= {n: whole if own in (unset, None) else own for n, own in sides.items()}
     return {
         "seed": common.get("seed"),
         "tensors": {n: _shape(tensor) for n, tensor in state["model"].items()},
         "settings": {
             f"the setting {name}": str(value)
-            for name, value in SMoETransformerConfig.select(options).items()
+            for name, value in settings.items()
             if name not in training
         },
         "dictionaries": state.get(trained_with.DICTIONARIES),
