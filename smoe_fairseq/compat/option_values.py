@@ -178,6 +178,8 @@ def _check_restored(file: str, save_dir: str) -> None:
         if near := nearest(file, os.listdir(folder)):
             near = os.path.join(folder, near)
             raise UsageError(f"--restore-file {file} is missing; did you mean {near}?")
+    if any(Path(save_dir).glob("checkpoint*.pt")):
+        raise UsageError(f"--restore-file {file} is missing, and {save_dir} has other checkpoints")
     logger.warning("--restore-file %s is missing: a new run begins", file)
 
 
