@@ -110,11 +110,12 @@ def _outline(state: Mapping) -> dict:
     options, common = (values_of(cfg.get(k) or state.get("args")) for k in ("model", "common"))
     training = of_training(options)
     settings = SMoETransformerConfig.select(options)
-    for name, unset in (("moe_freq", -1), ("smoe_strata", "")):  # of a side: as of the model
-        if name in settings:
-            whole = settings.pop(name)
-            sides = {f"{side}_{name}": settings.get(f"{side}_{name}") for side in SIDES}
-            settings |= {n: whole if own in (unset, None) else own for n, own in sides.items()}
+    if settings.keys() >= {"moe_freq", "smoe_strata"}:  # compared as each side has them
+        config = SMoETransformerConfig(**settings)
+        for side in SIDES:
+            settings[f"{side}_moe_freq"] = config.moe_freq_of(side)
+            settings[f"{side}_smoe_strata"] = getattr(config, config.strata_option_of(side))
+        del settings["moe_freq"], settings["smoe_strata"]
     return {
         "seed": common.get("seed"),
         "tensors": {n: _shape(tensor) for n, tensor in state["model"].items()},

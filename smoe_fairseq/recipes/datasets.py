@@ -3,7 +3,7 @@
 import contextlib
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -88,7 +88,7 @@ class Dataset:
     @property
     def languages(self) -> tuple[str, ...]:
         """All languages in order of appearance, which is the order of their tokens."""
-        return tuple(dict.fromkeys(lang for pair in self.all_pairs for lang in pair.split("-")))
+        return languages_of(self.all_pairs)
 
     @property
     def directions(self) -> tuple[str, ...]:
@@ -123,6 +123,11 @@ class Dataset:
     def pair_of(self, direction: str) -> str:
         """The pair whose files contain a direction's text."""
         return next(pair for pair in both_orders(direction) if pair in self.all_pairs)
+
+
+def languages_of(pairs: Iterable[str]) -> tuple[str, ...]:
+    """The languages in order of appearance."""
+    return tuple(dict.fromkeys(language for pair in pairs for language in pair.split("-")))
 
 
 def translated(pair: str, codes: Mapping[str, str]) -> str:
@@ -195,9 +200,9 @@ def load_dataset(name: str, settings: Settings | None = None) -> Dataset:
         raise UsageError(f"unknown dataset {name!r}: {cause}; {choice(own, known)}")
     empty = {key: type(form)() for key, form in SCHEMA.items() if isinstance(form, dict | list)}
     merged = empty | OmegaConf.to_container(_merge_bases(path, configs))
-    known = {each for pair in merged["pairs"] + merged["keep"] for each in pair.split("-")}
     # Classes of a base may have other languages.
     own = read(path, SCHEMA).get("classes", ())
+    known = languages_of(merged["pairs"] + merged["keep"])
     classes = {
         name: [each for each in languages if name in own or each in known]
         for name, languages in merged["classes"].items()
@@ -229,7 +234,7 @@ def _check(merged: Mapping[str, Any], path: Path, configs: Path) -> None:
     for n, pair in enumerate(keep):
         if not _is_pair(pair) or {*both_orders(pair)} & {*pairs, *keep[:n]}:
             raise UsageError(f"{path}: `keep` has {pair}: expected pairs that `pairs` lacks, once")
-    known = {language for pair in pairs + keep for language in pair.split("-")}
+    known = {*languages_of(pairs + keep)}
     lists = {f"classes.{key}": languages for key, languages in merged["classes"].items()}
     for key, languages in (lists | {"languages": merged["languages"]}).items():
         if others := sorted(set(languages) - known):

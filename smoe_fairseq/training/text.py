@@ -126,10 +126,10 @@ def count_all_shards(original, manager, params, *others):
     """fairseq counts the shards that it has loaded, so a resumed run would draw other sentences."""
     split = params[0]["split"]
     shards = manager.get_split_num_data_shards(split)
-    for epoch in range(1, max(shards.values()) + 1):
+    for epoch in range(1, max(shards.values()) + 1) if manager.has_sharded_data(split) else ():
         for param in manager.get_split_data_param_list(split, epoch):
-            number = shards[param["key"]]
-            sizes, shard = manager._training_data_sizes[param["key"]], (epoch - 1) % number
-            if number > 1 and shard not in sizes:
+            sizes = manager._training_data_sizes[key := param["key"]]
+            shard = manager.get_shard_id(shards[key], epoch)
+            if shard not in sizes:
                 sizes[shard] = len(manager.load_a_dataset(combine=True, **param))
     return original(manager, params, *others)

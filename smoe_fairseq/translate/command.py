@@ -202,8 +202,8 @@ def _translate(
         chunk[index] = texts[index], list(_output_lines(number, translation, args))
         if journal is not None:
             journal.append((number, *chunk[index]))
-        sentences = split_sentences(texts[index])[0] if options.by_sentence else [texts[index]]
-        if translation.parts > len(sentences):
+        sentences = len(split_sentences(texts[index])[0]) if options.by_sentence else 1
+        if translation.parts > sentences:
             long.append((number, translation.parts))
         bar.update()
 

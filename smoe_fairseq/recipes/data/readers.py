@@ -83,7 +83,7 @@ class Languages:
     ):
         self.own, self.codes = tuple(languages), codes or {}
         self.all = tuple(beside) or self.own
-        self.known: set[Names] = set()  # those of a record
+        self.known: dict[Names, tuple] = {}  # what is found, by the names of a record
         self.first: dict[str, str] = {}  # the first name of each language
 
     def __str__(self) -> str:
@@ -103,10 +103,11 @@ class Languages:
 
     def among(self, names: Iterable[str]) -> tuple[str | None, str | None]:
         """As `found`; if both are there, warns of another of a file's names that stands for one of them."""
-        found, names = self.found(names), tuple(names)
-        if None in found or names in self.known:
+        if (names := tuple(names)) in self.known:
+            return self.known[names]
+        if None in (found := self.found(names)):
             return found
-        self.known.add(names)
+        self.known[names] = found
         for language, name in zip(self.own, found, strict=True):
             if self.codes.get(language, language) != language:
                 continue

@@ -148,14 +148,16 @@ def are_saved(dataset: Dataset, name: str, words: Sequence[str], processes: int)
 
 def check_text(dataset: Dataset) -> None:
     """Raise UsageError if a run that has results was trained or scored on other text than there is now."""
-    for result in read(dataset):
-        difference = identity.other_text(result.about, Folders(dataset).binary)
-        now = scores.test_checksums(dataset, result.scores)
-        if difference is None and (other := scores.different_tests(result.scores, now=now)):
-            difference = f"was scored on other test sets ({', '.join(other)})"
-        if difference:
-            advice = "set --results-dir to another folder for a study of other text"
-            raise UsageError(f"{result.folder} {difference}: {advice}")
+    results, now = read(dataset), scores.test_checksums(dataset, dataset.directions)
+    records = {result.folder: result.about for result in results}
+    found = identity.other_text(records, Folders(dataset).binary)
+    for result in results:
+        if other := scores.different_tests(result.scores, now=now):
+            found.setdefault(result.folder, f"was scored on other test sets ({', '.join(other)})")
+    if found:
+        folder, difference = next(iter(found.items()))
+        advice = "set --results-dir to another folder for a study of other text"
+        raise UsageError(f"{folder} {difference}: {advice}")
 
 
 def _settings(dataset: Dataset) -> dict[str, dict]:

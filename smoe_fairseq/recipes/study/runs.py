@@ -1,6 +1,5 @@
 """``scripts/study.sh``: train and score all remaining methods and seeds, several in parallel."""
 
-import itertools
 import os
 import re
 import subprocess
@@ -22,7 +21,7 @@ from smoe_fairseq.recipes.evaluation import scores
 from smoe_fairseq.recipes.folders import Folders, default_seed, run_name
 from smoe_fairseq.recipes.methods import has_strata, method_flags, tables
 from smoe_fairseq.recipes.processes import ProcessGroups, environment, recipe, warn
-from smoe_fairseq.recipes.program_flags import flag_values, parse_flags, value_of
+from smoe_fairseq.recipes.program_flags import arguments, flag_values, parse_flags, value_of
 from smoe_fairseq.recipes.settings import Settings
 from smoe_fairseq.recipes.study import results
 from smoe_fairseq.recipes.training.launcher import plan_launch, visible_gpus
@@ -31,7 +30,6 @@ from smoe_fairseq.recipes.training.train import plan
 POLL_SECONDS = 1
 LOG, LOCK = "study.log", "study.lock"
 _RUN_MEMORY = 3 << 30  # bytes that a run on a CPU may need
-_CHANGING = ("BATCH", "PRECISION")  # variables that change what is trained
 _UPDATES = re.compile(rb"num_updates[=: ]+(\d+)")
 
 
@@ -60,11 +58,9 @@ class Run:
     @property
     def line(self) -> str:
         """The commands, which do not repeat complete training and evaluation."""
-        run = (self.dataset.name, self.method, "--seed", self.seed)
-        settings = self.dataset.settings
-        given = {**settings.variables, **settings.flags}
-        flags = [(f"--{name.lower()}", given[name]) for name in _CHANGING if given.get(name)]
-        train = recipe("train", *run, *itertools.chain(*flags), *self.flags)
+        run, settings = (self.dataset.name, self.method, "--seed", self.seed), self.dataset.settings
+        given = {"batch": settings.batch or None, "precision": settings.precision or None}
+        train = recipe("train", *run, *arguments(given), *self.flags)
         evaluate = recipe("evaluate", *run)
         after = results.commands(self.dataset, self.folder, self.strata, self.sharded)
         return " && ".join([train, evaluate, *after])
@@ -102,9 +98,6 @@ def study(dataset: Dataset, flags: Sequence[str]) -> None:
     one = replace(dataset, settings=as_one)
     # This reports invalid settings before any run.
     plans = {method: plan(one, method, runs[0].flags) for method in {r.method for r in runs}}
-    for method, (_, words, _) in plans.items():
-        with naming_settings(one, (f"methods.{method}", "train", "task"), flags), quietly():
-            parse_flags("fairseq-train", words)
     for run in runs:
         launch, words, _ = plans[run.method]
         run.sharded = launch.processes > 1 and "--expert-parallel" in words
@@ -114,6 +107,9 @@ def study(dataset: Dataset, flags: Sequence[str]) -> None:
         return results.are_saved(dataset, run.name, words, launch.processes)
 
     left = [run for run in runs if not is_done(run)]
+    for method in {run.method for run in left}:
+        with naming_settings(one, (f"methods.{method}", "train", "task"), flags), quietly():
+            parse_flags("fairseq-train", plans[method][1])
     if left and folders.binary.exists():
         results.check_text(dataset)
     print(f"# {dataset.name}: {len(left)} of {len(runs)} runs are still to do", flush=True)

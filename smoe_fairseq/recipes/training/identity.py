@@ -167,11 +167,15 @@ def other_settings(saved: dict, words: Sequence[str], processes: int, data: Path
     return _difference(saved, own, data)
 
 
-def other_text(saved: dict, data: Path) -> str | None:
-    """How the text and dictionaries of a run that was trained elsewhere differ from those in ``data``."""
+def other_text(records: Mapping[Path, dict], data: Path) -> dict[Path, str]:
+    """How text and dictionaries of runs that were trained elsewhere differ from those in ``data``."""
     own = {"method": "", "dictionary": _dictionary(data), "flags": {}, TEXT: _text(data)}
-    known = {key: saved[key] for key in ("dictionary", TEXT) if saved.get(key)}
-    return _difference(own | known, own, data)
+    found = {}
+    for run, saved in records.items():
+        known = {key: saved[key] for key in ("dictionary", TEXT) if saved.get(key)}
+        if difference := _difference(own | known, own, data):
+            found[run] = difference
+    return found
 
 
 def differing(records: Mapping[str, dict], left_out: Collection[str] = ()) -> list[str]:

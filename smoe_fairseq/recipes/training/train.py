@@ -232,13 +232,13 @@ def plan(
         recipe.pop("save-interval-minutes", None)  # a flag of ours
     updates, interval = number("max-update"), number("log-interval")
     every, saves = number("validate-interval-updates"), number("save-interval-updates")
-    if "--validate-interval-updates" in typed and "--save-interval-updates" not in typed and every:
+    if "--save-interval-updates" in typed:
+        every = every or validation.get("validate-interval-updates", 0)
+        if saves and every % saves and "--disable-validation" not in typed:
+            best = f"a divisor of --validate-interval-updates {every}, to save the best checkpoint"
+            raise UsageError(f"--save-interval-updates {saves}: expected {best}")
+    elif "--validate-interval-updates" in typed and every:  # the best of all is saved
         recipe["save-interval-updates"] = every if not saves or every % saves else saves
-    every = every or validation.get("validate-interval-updates", 0)
-    saved = "--save-interval-updates" in typed and "--disable-validation" not in typed
-    if saved and saves and every % saves:
-        expected = f"a divisor of --validate-interval-updates {every}, to save the best checkpoint"
-        raise UsageError(f"--save-interval-updates {saves}: expected {expected}")
     if 0 < updates < 10 * interval:
         recipe["log-interval"] = max(1, updates // 10)
     launch = plan_launch(dataset.settings, [*arguments(recipe), *flags])
