@@ -167,12 +167,14 @@ def test_what_the_file_holds_beside_the_experts(dense, tmp_path):
 def test_the_command_that_is_printed_has_the_task(dense, tmp_path, capsys):
     flags = {"langs": ["a", "b"], "lang_pairs": ["a-b"], "encoder_langtok": "tgt"}
     flags |= {"lang_tok_style": "mbart", "lang_tok_replacing_bos_eos": True}
+    flags |= {"fixed_dictionary": "model/dict.txt"}
     task = Namespace(task="translation_multi_simple_epoch", **flags)
     path = changed(dense, tmp_path / "dense.pt", lambda state: state["cfg"].update(task=task))
     call("upcycle", path, "--smoe-strata", 4, "--output", tmp_path / "up.pt")
     words = capsys.readouterr().out
     flags = ["--langs a,b", "--lang-pairs a-b", "--encoder-langtok tgt", "--criterion smoe_"]
     flags += ["--lang-tok-style mbart", "--lang-tok-replacing-bos-eos "]
+    flags += ["--fixed-dictionary model/dict.txt"]
     assert all(flag in words for flag in (f"--task {task.task}", *flags))
     task.lang_pairs = [f"a-b{i}" for i in range(200)]  # more than anybody has text of
     path = changed(dense, tmp_path / "all.pt", lambda state: state["cfg"].update(task=task))

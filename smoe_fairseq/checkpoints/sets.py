@@ -389,4 +389,5 @@ def run_reshard(args: Namespace) -> None:
     print(f"{files[0]}{last}: update {update}, for {ranks} instead of {before}")
     if args.world_size != before:
         factor = before / args.world_size
-        print(f"to keep the global batch, continue training with --update-freq times {factor:g}")
+        flags = "--update-freq" if factor >= 1 else "--update-freq, or --max-tokens,"
+        print(f"to keep the global batch, continue training with {flags} times {factor:g}")

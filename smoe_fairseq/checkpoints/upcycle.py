@@ -186,7 +186,7 @@ def _task_flags(state: Mapping) -> str:
     task = values_of(saved)
     flags = {"task": name}
     if name != "translation":
-        several = ("langs", "lang_pairs", *sorted(TOKEN_FLAGS))
+        several = ("langs", "lang_dict", "fixed_dictionary", "lang_pairs", *sorted(TOKEN_FLAGS))
         flags |= {each: task[each] for each in several if task.get(each)}
         if len(str(flags.get("lang_pairs"))) > _LONG:  # of an imported model, which has text of few
             flags["lang_pairs"] = "PAIRS"
