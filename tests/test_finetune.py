@@ -261,7 +261,8 @@ def from_experts(prepared, tmp_path_factory) -> tuple[Path, dict[str, str]]:
     checkpoint = source / "checkpoint_best.pt"
     changed(checkpoint, checkpoint, set_option("freeze", "embeddings"))
     content = {"pairs": ["en-fr"], "experts": 4, "train": SMALL, "validate": {"metric": "loss"}}
-    settings = write_dataset(folder / "configs", "mine", pretrained="smoe-2-2", **content)
+    content |= {"pretrained": "smoe-2-2", "shards": 2}
+    settings = write_dataset(folder / "configs", "mine", **content)
     settings |= {"GPUS": "0"}
     succeeded(step_here("prepare", "mine", cwd=folder, RAW=str(prepared / "text"), **settings))
     return folder, settings

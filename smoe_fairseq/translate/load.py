@@ -97,11 +97,17 @@ def data_of(checkpoint: Path, task, data: Path | str | None = None) -> str:
 
 
 def text_settings(data: str, task) -> dict[str, str]:
-    """The settings that name the folder ``data``, and the task's fixed dictionary and languages there."""
-    values = values_of(task)
-    folder, names = Path(split_paths(data)[0]), ("fixed_dictionary", "lang_dict")
-    files = {name: folder / Path(values[name]).name for name in names if values.get(name)}
-    return {"data": data} | {name: str(file) for name, file in files.items() if file.is_file()}
+    """The settings that name the folder ``data``, and the task's fixed dictionary and languages there.
+
+    For a shard, these may lie in the folder above it.
+    """
+    values, found = values_of(task), {"data": data}
+    folder = Path(split_paths(data)[0]).absolute()
+    for name in ("fixed_dictionary", "lang_dict"):
+        places = (place / Path(values.get(name) or "-").name for place in (folder, folder.parent))
+        if file := next(filter(Path.is_file, places), None):
+            found[name] = str(file)
+    return found
 
 
 @contextmanager
