@@ -184,6 +184,15 @@ def test_what_does_not_change_the_training_may_differ(run, started, flags):
     assert run(*flags) is None
 
 
+def test_files_of_the_model_that_it_began_from_may_have_moved(run, tmp_path):
+    """Its fingerprint and the dictionaries are compared."""
+    folder = tmp_path / "runs/x/moe"
+    for place, start, differs in (("a", "1", False), ("b", "1", False), ("b", "2", True)):
+        flags = ("--fixed-dictionary", f"{place}/dict.txt", "--finetune-from-model", f"{place}/x.pt")
+        assert bool(run(*flags, "--pretrained", start)) == differs
+        (folder / "checkpoint_last.pt").touch()
+
+
 def test_other_numbers_of_processes_with_the_batch_kept(run, started):
     assert run("--update-freq", "1", processes=2) is None
     assert run("--update-freq", "1", "--max-tokens", "2667", processes=3) is None

@@ -204,8 +204,8 @@ def differing(records: Mapping[str, dict], left_out: Collection[str] = ()) -> li
 
 
 def _of_start(flags: Collection[str]) -> set[str]:
-    """The flag with a path of each run, where `STARTED` tells the model from which it began."""
-    return {"--finetune-from-model"} if STARTED in flags else set()
+    """The flags with paths of each run, where `STARTED` tells the model from which it began."""
+    return {"--finetune-from-model", "--fixed-dictionary"} if STARTED in flags else set()
 
 
 def record(run: Path) -> dict:
@@ -359,7 +359,8 @@ def _difference(saved: dict, own: dict, data: Path) -> str | None:
         tokens, sentences = map(_WHOLE.format, _SIZES)
         # Other ranks round how many sentences a batch of tokens may have.
         is_rounded = tokens in own["flags"] and saved.get(_RANKS) != own.get(_RANKS)
-        for name in {**own["flags"], **saved["flags"]}:
+        paths = _of_start(own["flags"].keys() & saved["flags"].keys())
+        for name in (name for name in {**own["flags"], **saved["flags"]} if name not in paths):
             before, after = (identity["flags"].get(name) for identity in (saved, own))
             old, new = (f"{name} {value}".strip() for value in (before, after))
             most = 0.5 if is_rounded and name == sentences else TOLERANCE
