@@ -209,8 +209,8 @@ OTHERS = {  # by what the sentence names
     "torch.int64": lambda s: put(W1, s["model"][W1].long())(s),
     W1: lambda s: s["model"].pop(W1),
     "more is (1,)": put("more", torch.ones(1)),
-    "moe_top_k": lambda s: s["cfg"]["model"].update(moe_top_k=1),
-    "smoe_exit_bias": lambda s: s["cfg"]["model"].update(smoe_exit_bias=1.0),
+    "--moe-top-k 1": lambda s: s["cfg"]["model"].update(moe_top_k=1),
+    "--smoe-exit-bias 1.0": lambda s: s["cfg"]["model"].update(smoe_exit_bias=1.0),
     "dictionary": lambda s: s["smoe_dictionaries"]["source"].update(sha256="0"),
     f"{W1} has NaN": lambda s: s["model"][W1].view(-1)[3:4].fill_(float("inf")),
     "wide": put("wide", torch.ones(1).expand(10**13)),
@@ -287,7 +287,7 @@ def test_what_may_differ(run_of_one, tmp_path, capsys):
         set_gate = lambda state: state["cfg"]["model"].update(gate)  # noqa: B023, E731
         files[n] = changed(run_of_one / names()[n], tmp_path / f"{n}.pt", set_gate)
     named = refusal("average", *files, "--output", tmp_path / "mean.pt", "--force")
-    assert "moe_capacity_factor" in named
+    assert "--moe-capacity-factor" in named
 
 
 def test_settings_may_be_of_the_model_or_of_its_sides(run_of_one, tmp_path):

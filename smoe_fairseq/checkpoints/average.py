@@ -12,11 +12,10 @@ from tqdm import tqdm
 
 from smoe_fairseq.checkpoints import reading, sets, trained_with
 from smoe_fairseq.checkpoints.content import MADE_OF, fingerprint
-from smoe_fairseq.checkpoints.model import SIDES, of_training
+from smoe_fairseq.checkpoints.model import check_fit, other_model, saved_model
 from smoe_fairseq.compat.checkpoint_names import PENDING, files_read, rank_of, saved, set_name
 from smoe_fairseq.errors import UsageError
 from smoe_fairseq.flags import values_of
-from smoe_fairseq.models.options import SMoETransformerConfig
 from smoe_fairseq.translate.directions import other_flags
 
 # Suffix of step counts of --moe-balance bias and of gates that learn by counts.
@@ -87,7 +86,7 @@ def _add(sums: dict, owners: dict, path: Path, model: Mapping) -> None:
     for name, tensor in model.items():
         if owners[name] != name:
             continue
-        if not tensor.is_floating_point():
+        if not all(each.is_floating_point() for each in (tensor, sums.get(name, tensor))):
             if name in sums and not name.endswith(COUNTS) and not torch.equal(sums[name], tensor):
                 raise UsageError(
                     f"{path}: {name} has other whole numbers than before; expected checkpoints of one run"
@@ -105,33 +104,9 @@ def _mean(total: Tensor, count: int, like: Tensor) -> Tensor:
 
 
 def _outline(state: Mapping) -> dict:
-    """What all checkpoints have to share: tensors' shapes and types, settings and dictionaries."""
-    cfg = state.get("cfg") or {}
-    options, common = (values_of(cfg.get(k) or state.get("args")) for k in ("model", "common"))
-    training = of_training(options)
-    settings = SMoETransformerConfig.select(options)
-    if settings.keys() >= {"moe_freq", "smoe_strata"}:  # compared as each side has them
-        config = SMoETransformerConfig(**settings)
-        for side in SIDES:
-            settings[f"{side}_moe_freq"] = config.moe_freq_of(side)
-            settings[f"{side}_smoe_strata"] = getattr(config, config.strata_option_of(side))
-        del settings["moe_freq"], settings["smoe_strata"]
-    return {
-        "seed": common.get("seed"),
-        "tensors": {n: _shape(tensor) for n, tensor in state["model"].items()},
-        "settings": {
-            f"the setting {name}": str(value)
-            for name, value in settings.items()
-            if name not in training
-        },
-        "dictionaries": state.get(trained_with.DICTIONARIES),
-        "task": reading.saved_task(state)[0],
-    }
-
-
-def _shape(tensor: Tensor) -> str:
-    kind = "" if tensor.is_floating_point() else f" {tensor.dtype}"  # means are of float64
-    return f"{tuple(tensor.shape)}{kind}"
+    """What all checkpoints have to share, without the tensors' content."""
+    kept = {key: state.get(key) for key in ("cfg", "args", trained_with.DICTIONARIES)}
+    return kept | {"model": {name: tensor.to("meta") for name, tensor in state["model"].items()}}
 
 
 def _check_alike(first_path: Path, first: dict, path: Path, other: dict) -> None:
@@ -139,26 +114,24 @@ def _check_alike(first_path: Path, first: dict, path: Path, other: dict) -> None
 
     Settings that one of them lacks are not compared.
     """
-    settings = first["settings"].keys() & other["settings"].keys()
-    compared = [(name, "tensors") for name in {**first["tensors"], **other["tensors"]}]
-    for name, kind in [*compared, *((name, "settings") for name in sorted(settings))]:
-        expected, actual = first[kind].get(name), other[kind].get(name)
-        if actual != expected:
-            raise UsageError(
-                f"{path} differs from {first_path}: {name} is {actual or 'missing'}, not "
-                f"{expected or 'missing'}"
-            )
-    if flags := other_flags(other["task"], first["task"]):
+    check_fit(path, other["model"], first["model"], f"in {first_path}")
+    tasks = (reading.saved_task(each)[0] for each in (other, first))
+    if flags := other_model(other, saved_model(first)) | other_flags(*tasks):
         had = " ".join(flags.values())
         raise UsageError(f"{path} differs from {first_path}: its training had {had}")
-    one, two = (outline["dictionaries"] or {} for outline in (first, other))
+    one, two = (outline[trained_with.DICTIONARIES] or {} for outline in (first, other))
     both = one.keys() & two.keys()  # fine-tuning may have fewer languages than its start
     if any(one[name] != two[name] for name in both) or one and two and not both:
         raise UsageError(f"{path} was trained with another dictionary than {first_path}")
-    if other["seed"] != first["seed"]:
-        seeds = f"{first_path} was trained with --seed {first['seed']}, {path} with {other['seed']}"
+    one, two = (_seed(outline) for outline in (first, other))
+    if one != two:
+        seeds = f"{first_path} was trained with --seed {one}, {path} with {two}"
         reason = "models that did not begin with the same weights have no useful mean"
         tqdm.write(f"warning: {seeds}: {reason}", file=sys.stderr)
+
+
+def _seed(state: Mapping) -> int | None:
+    return values_of((state["cfg"] or {}).get("common") or state["args"]).get("seed")
 
 
 def add_average_arguments(parser: ArgumentParser) -> None:

@@ -39,6 +39,7 @@ _NOT_OF_TENSORS = _OF_TRAINING.union(
     share_all_embeddings share_decoder_input_output_embed""".split()
 )
 _LIMIT = "moe_capacity_factor"
+_LAYERS = ("moe_freq", "smoe_strata")
 # fairseq's options that change the forward pass in ways that our model does not support.
 _UNSUPPORTED = (
     *("adaptive_input", "adaptive_softmax_cutoff", "cross_self_attention", "no_cross_attention"),
@@ -121,14 +122,19 @@ def check_weights(path: Path, options: Mapping, weights: Mapping[str, Tensor]) -
     check_fit(path, weights, model.state_dict())
 
 
-def check_fit(path: Path, weights: Mapping[str, Tensor], target: Mapping[str, Tensor]) -> None:
-    """Raise UsageError at the first name or shape that differs."""
+def check_fit(
+    path: Path,
+    weights: Mapping[str, Tensor],
+    target: Mapping[str, Tensor],
+    place: str = "by its options",
+) -> None:
+    """Raise UsageError at the first name or shape that differs from ``target``, described by ``place``."""
     for name in {**target, **weights}:
         actual, expected = (
             tuple(each[name].shape) if name in each else "missing" for each in (weights, target)
         )
         if actual != expected:
-            raise UsageError(f"{path}: {name} is {actual}, and by its options {expected}")
+            raise UsageError(f"{path}: {name} is {actual}, and {place} {expected}")
 
 
 def has_experts(state: Mapping) -> bool:
@@ -179,6 +185,8 @@ def other_model(content: Mapping, config) -> dict[str, str]:
     # A gate may have more numbers now, and earlier versions did not save its defaults.
     if numbers - {""} <= others:
         skipped |= {"moe_gate_options"}
+    if _layers(before) == _layers(now):  # perhaps by other flags
+        skipped |= {f"{side}{name}" for side in ("", "encoder_", "decoder_") for name in _LAYERS}
     names = [n for n in SMoETransformerConfig.names() if n in before.keys() & now.keys() - skipped]
     flags = differing_flags({name: before[name] for name in names}, now)
     for name in flags:  # not the default: False and 0 have to be typed
@@ -187,6 +195,13 @@ def other_model(content: Mapping, config) -> dict[str, str]:
         elif before[name] == 0 and before[name] is not False:
             flags[name] = f"{flag_of(name)} 0"
     return flags
+
+
+def _layers(options: Mapping) -> list:
+    """Which layers of each side have experts, and their strata."""
+    config = SMoETransformerConfig(**SMoETransformerConfig.select(options))
+    strata = (getattr(config, config.strata_option_of(side)) for side in SIDES)
+    return [*map(config.moe_freq_of, SIDES), *strata]
 
 
 def of_training(options: Mapping) -> set[str]:
