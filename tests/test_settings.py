@@ -197,6 +197,17 @@ def test_a_file_with_other_languages_than_its_base(configs):
     assert load_dataset("odd").classes == {"low": ["fr"], "other": ["pt"]}
 
 
+def test_null_takes_away_what_a_file_inherits(configs):
+    below = {"metrics": {"Mine": "wc", "Own": "wc -l"}, "classes": {"low": ["fr"]}}
+    below["statements"] = {"one": ["dense", "moe"], "two": ["dense", "switch"]}
+    configs({"pairs": ["en-fr"], **below}, "below.yaml")
+    taken = {"metrics": {"Own": None}, "classes": {"low": None}, "statements": {"two": None}}
+    configs({"base": "below", "pairs": ["en-fr"], **taken})
+    dataset = load_dataset("odd")
+    assert dataset.metrics == {"Mine": "wc"} and dataset.classes == {}
+    assert [*dataset.statements] == ["one"]
+
+
 def test_bases_that_are_missing_or_stand_on_one_another(configs):
     configs({"pairs": ["a-b"], "base": "none"})
     assert "none.yaml is missing" in refusal()

@@ -109,8 +109,8 @@ _OPTIONS = {
     },
     "compare": {
         **{"nargs": 2, "metavar": ("A", "B")},
-        "help": "compare method B with A in each direction, over all seeds that both have: paired bootstrap "
-        "over sentences, permutation test over seeds",
+        "help": "compare method B with A in each direction, over all their seeds: paired bootstrap over "
+        "sentences, permutation test over seeds",
     },
     "checkpoint": {
         "metavar": "WHICH",

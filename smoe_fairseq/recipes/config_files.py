@@ -119,14 +119,14 @@ SCHEMA: dict[str, Any] = {
         re.compile(
             r"(?#a name of letters, digits, + and - that sacreBLEU and COMET have not)"
             r"(?i:(?!(?:(?:sp)?bleu|chrf2?(?:\+\+)?|ter|comet)$))[\w+-]+"
-        ): str
+        ): (None, str)
     },
     "study": [str],
     "methods": {str: _TRAINING_FLAGS},
     "parts": [str],
     "margins": Settings({name: Number(0) for name in ("loss", "chrF++", "BLEU", "kept loss")}),
-    "statements": {str: [str, str]},
-    "classes": {str: [str]},
+    "statements": {str: (None, [str, str])},
+    "classes": {str: (None, [str])},
 }
 # The keys that are required after merging a file with its bases.
 _SPLIT = {"share": float, "most": int}

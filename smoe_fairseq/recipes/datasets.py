@@ -200,6 +200,8 @@ def load_dataset(name: str, settings: Settings | None = None) -> Dataset:
         raise UsageError(f"unknown dataset {name!r}: {cause}; {choice(own, known)}")
     empty = {key: type(form)() for key, form in SCHEMA.items() if isinstance(form, dict | list)}
     merged = empty | OmegaConf.to_container(_merge_bases(path, configs))
+    for key in ("metrics", "statements", "classes"):  # without those of a base that are taken away
+        merged[key] = {name: value for name, value in merged[key].items() if value is not None}
     # Classes of a base may have other languages.
     own = read(path, SCHEMA).get("classes", ())
     known = languages_of(merged["pairs"] + merged["keep"])
