@@ -33,8 +33,8 @@ set -- ${words[@]+"${words[@]}"}
 
 if [[ -z ${SLURM_JOB_ID:-} ]]; then
     SMOE_SCRIPTS=$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")
-    export SMOE_SCRIPTS  # The job runs a copy of this file, elsewhere.
-    submit=(sbatch --export=ALL --nodes="$NODES" --gpus-per-node="$GPUS" "$SMOE_SCRIPTS/slurm.sh" "$@")
+    submit=(sbatch --export="ALL,SMOE_SCRIPTS=$SMOE_SCRIPTS"  # The job runs a copy of this file, elsewhere.
+        --nodes="$NODES" --gpus-per-node="$GPUS" "$SMOE_SCRIPTS/slurm.sh" "$@")
     if [[ ${DRY_RUN:-0} == 0 ]]; then
         DRY_RUN=1 "$SMOE_SCRIPTS/train.sh" "$@" > /dev/null  # Errors show now, not in the queue.
         exec "${submit[@]}"
