@@ -5,6 +5,7 @@ import importlib.util
 import os
 import sys
 from pathlib import Path
+from traceback import extract_tb
 
 from smoe_fairseq.errors import UsageError
 
@@ -16,7 +17,8 @@ def import_plugin(name: str) -> None:
     """Import a folder with ``__init__.py``, a file, or a module by its name.
 
     Raises:
-        UsageError: there is no such module, another one has its name, or what it registers is taken.
+        UsageError: there is no such module, another one has its name, what it registers is taken, or its
+            code raises an error.
     """
     if name in imported:
         return
@@ -31,12 +33,15 @@ def import_plugin(name: str) -> None:
             _import_file(file, path.stem)
         else:
             raise missing
-    except ModuleNotFoundError as error:
-        if error.name != name.partition(".")[0] and error.name != name:
-            raise
-        raise missing from None
-    except (SyntaxError, ValueError) as error:
-        raise UsageError(f"plugin {name}: {error}") from error
+    except UsageError:
+        raise
+    except Exception as error:  # of the plugin's code
+        if isinstance(error, ModuleNotFoundError) and error.name in (name, name.partition(".")[0]):
+            raise missing from None
+        lines = [at.lineno for at in extract_tb(error.__traceback__) if at.filename == str(file)]
+        kind = "" if isinstance(error, SyntaxError | ValueError) else f"{type(error).__name__}: "
+        at = f" (line {lines[-1]})" if lines else ""
+        raise UsageError(f"plugin {name}: {kind}{error}{at}") from error
     imported[name] = None
 
 

@@ -145,6 +145,7 @@ OTHERS = [  # a plugin, and what the sentence names
     (PLUGIN.read_text().replace('"sinkhorn"', '"topk"'), "topk"),
     *((LOSS.format(name, 0), name) for name in ("nll_loss", "moe_l1_loss", "moe_z_loss", "a=b")),
     *((GATE + gate, "own.py") for gate in ("class G:\n    pass\n", "class G\n")),
+    *((f"\n{line}\n", "own.py: ") for line in ("x = y", "1 / 0", "import none_such")),
 ]
 
 

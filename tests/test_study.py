@@ -126,13 +126,14 @@ def test_a_second_study_is_refused_and_a_run_that_fails_does_not_end_the_others(
     assert train.endswith("dense --seed 2 --batch 600 --precision bf16")
     assert evaluate.endswith("dense --seed 2")
     assert "\n| dense " in (tmp_path / "results/tiny/report.md").read_text()
-    # Before another seed is trained, on other text than those that have results.
+    # Before another seed is trained, with other text or settings than those that have results.
     kept, given["SEEDS"] = tmp_path / "results/tiny/dense.seed-2", "3"
     other = score | {"test_checksum": "other"}
     for file, named, change in (
         (study_results.FILE, "training text", {identity.TEXT: "other"}),
         (study_results.FILE, "dictionaries", {identity.TEXT: None, "dictionary": "other"}),
-        (study_results.FILE, "", {"dictionary": None}),
+        (study_results.FILE, "--lr 9", {"dictionary": None, "flags": {"--lr": "9"}}),
+        (study_results.FILE, "", {"flags": {}}),
         ("scores.json", "test sets (en-fr)", {"scores": {"en-fr": other}}),
     ):
         change_json(kept / file, **change)

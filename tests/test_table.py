@@ -254,6 +254,20 @@ def test_classes_where_english_is_second(tmp_path):
     assert ours["eng-xxx low"] == "25.00" and ours["xxx-eng all"] == "30.12"
 
 
+def test_a_pair_without_a_test_set_is_in_no_class(tmp_path):
+    classes = {"high": ["de"], "low": ["fr", "cs"]}
+    pairs = {"pairs": ["en-de", "en-fr", "en-cs"], "raw": {}, "classes": classes}
+    write_dataset(tmp_path / "c", "own", **pairs, train={"arch": "smoe_transformer_tiny"})
+    (tmp_path / "data/own/raw").mkdir(parents=True)
+    for pair in ("en-de", "en-fr"):
+        for language in pair.split("-"):
+            (tmp_path / f"data/own/raw/test.{pair}.{language}").write_text("a\n")
+    write_scores(tmp_path / "runs/own/moe", {d: FULL[d] for d in FULL if "cs" not in d})
+    (ours,) = cells(tmp_path, "own", configs=str(tmp_path / "c")).values()
+    assert ours["eng-xxx low"] == f"{FULL['en-fr']:.2f}"
+    assert ours["xxx-eng all"] == f"{(FULL['de-en'] + FULL['fr-en']) / 2:.2f}"
+
+
 def test_directions_without_the_common_language_have_columns(tmp_path):
     pairs = {"pairs": ["de-fr", "cs-de", "en-es"], "raw": {}, "classes": {"high": ["fr"]}}
     write_dataset(tmp_path / "c", "own", **pairs, train={"arch": "smoe_transformer_tiny"})

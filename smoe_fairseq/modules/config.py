@@ -42,8 +42,8 @@ def _only_with(option: str) -> str:
 
 def _default_capacity() -> str:
     most, gates = Gate.default_capacity, {n: kind.default_capacity for n, kind in GATES.items()}
-    others = [f"{name} {value:g}" for name, value in gates.items() if value != most]
-    return f"{most}; with --moe-gate {', '.join(others)}"
+    others = [f"{value:g} with {name}" for name, value in gates.items() if value != most]
+    return f"{most}, of --moe-gate {', '.join(others)}"
 
 
 class Bounds(NamedTuple):
@@ -139,8 +139,7 @@ class MoEConfig:
     )
     top_k: int = fast_option(
         2,
-        "experts per token and stratum, null experts included; for gates that learn their number, its "
-        "target mean",
+        "experts per token and stratum, null experts included; relu and threshold: their target mean",
         bounds=COUNT,
         harmless=(1,),
     )

@@ -231,7 +231,7 @@ def _check(merged: Mapping[str, Any], path: Path, configs: Path) -> None:
         raise UsageError(f"{path}: `pairs` is {pairs or 'missing'}: {expected} (docs/recipes.md)")
     check(merged, REQUIRED, path)
     if twice := [pair for n, pair in enumerate(pairs) if {*both_orders(pair)} & {*pairs[:n]}]:
-        both = "without `one-way`, one entry makes both directions"
+        both = "a pair is in it once; without `one-way` it makes both directions"
         raise UsageError(f"{path}: `pairs` has {twice[0]} twice, in some order: {both}")
     for n, pair in enumerate(keep):
         if not _is_pair(pair) or {*both_orders(pair)} & {*pairs, *keep[:n]}:

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from smoe_fairseq.errors import UsageError, quietly
-from smoe_fairseq.flags import flag_of
+from smoe_fairseq.flags import flag_of, with_value
 from smoe_fairseq.forms import read_json
 from smoe_fairseq.recipes.datasets import Dataset
 from smoe_fairseq.recipes.folders import Folders
@@ -98,9 +98,11 @@ def check_options(dataset: Dataset, words: Sequence[str]) -> None:
     own = config_of(parse_model(words))
     for name, value in dataset.start["options"].items():
         if (given := getattr(own, name)) != value:
-            advice = "expected its training's method" if is_moe_option(name) else "leave it out"
-            has = f"{dataset.start['source']} has {value}"
-            raise UsageError(f"{flag_of(name)} {given}: {has}; {advice}")
+            has = f"{dataset.start['source']} has {value or 'none'}"
+            advice = "leave it out"
+            if is_moe_option(name):  # pruning changes them
+                advice = f"expected its training's method, or {with_value(name, value)} added to it"
+            raise UsageError(f"{with_value(name, given).strip()}: {has}; {advice}")
 
 
 def upcycled_flags(dataset: Dataset, words: Sequence[str]) -> list[str] | None:

@@ -73,7 +73,8 @@ def directions_table(dataset: Dataset, systems: Systems) -> Grid:
 
 def by_class(dataset: Dataset, systems: Systems) -> Grid:
     """chrF++ into and out of English, by classes of languages."""
-    parts = columns(dataset, dataset.directions)
+    scored = next(iter(systems.values()))[0].scores
+    parts = columns(dataset, tuple(d for d in dataset.directions if d in scored))
     rows = []
     for method, results in systems.items():
         each = ([average(result.scores, c, CHRF) for result in results] for c in parts)

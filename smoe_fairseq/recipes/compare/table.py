@@ -35,7 +35,7 @@ class Column:
 def columns(dataset: Dataset, tested: tuple[str, ...]) -> list[Column]:
     """The ``tested`` directions or averages over classes of languages, in the paper's order; the mean."""
     if classes := dataset.classes or resource_classes(dataset):
-        parts = _by_class(dataset, classes)
+        parts = _by_class(dataset, classes, tested)
     else:
         parts = [Column(direction, (direction,)) for direction in tested]
     kept = [Column(not_trained(kept), (kept,)) for kept in dataset.kept_directions]
@@ -76,17 +76,19 @@ def _training_sizes(dataset: Dataset) -> dict[str, int] | None:
     return by_language
 
 
-def _by_class(dataset: Dataset, classes: Mapping[str, Sequence[str] | None]) -> list[Column]:
+def _by_class(
+    dataset: Dataset, classes: Mapping[str, Sequence[str] | None], tested: Sequence[str]
+) -> list[Column]:
     hub = "eng" if code_of(dataset.hub) == "en" else dataset.hub  # as in the paper's table
     parts = []
     for side, position in ((f"{hub}-xxx", 0), (f"xxx-{hub}", 1)):
-        both = ((d, d.split("-")) for d in dataset.directions)
+        both = ((d, d.split("-")) for d in tested)
         other = {d: langs[1 - position] for d, langs in both if langs[position] == dataset.hub}
         parts.append(Column(f"{side} all", tuple(other)))
         for name, languages in classes.items():
             chosen = None if languages is None else tuple(d for d in other if other[d] in languages)
             parts.append(Column(f"{side} {name}", chosen))
-    without = (d for d in dataset.directions if dataset.hub not in d.split("-"))
+    without = (d for d in tested if dataset.hub not in d.split("-"))
     return [*parts, *(Column(direction, (direction,)) for direction in without)]
 
 

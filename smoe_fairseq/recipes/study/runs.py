@@ -18,7 +18,7 @@ from smoe_fairseq.progress import progress
 from smoe_fairseq.recipes.compare.report import write_report
 from smoe_fairseq.recipes.datasets import Dataset, naming_settings
 from smoe_fairseq.recipes.evaluation import scores
-from smoe_fairseq.recipes.folders import Folders, default_seed, run_name
+from smoe_fairseq.recipes.folders import Folders, default_seed, run_method, run_name
 from smoe_fairseq.recipes.methods import has_strata, method_flags, tables
 from smoe_fairseq.recipes.processes import ProcessGroups, environment, recipe, warn
 from smoe_fairseq.recipes.program_flags import arguments, flag_values, parse_flags, value_of
@@ -102,11 +102,14 @@ def study(dataset: Dataset, flags: Sequence[str]) -> None:
         launch, words, _ = plans[run.method]
         run.sharded = launch.processes > 1 and "--expert-parallel" in words
 
-    def is_done(run: Run) -> bool:
-        launch, words, _ = plans[run.method]
-        return results.are_saved(dataset, run.name, words, launch.processes)
-
-    left = [run for run in runs if not is_done(run)]
+    # Of other seeds, too, which the report compares with these; earlier versions kept no flags.
+    saved = (each.name for each in results.read(dataset) if each.about.get("flags"))
+    done = set()
+    for name in {run.name for run in runs}.union(n for n in saved if run_method(n) in plans):
+        launch, words, _ = plans[run_method(name)]
+        if results.are_saved(dataset, name, words, launch.processes):
+            done.add(name)
+    left = [run for run in runs if run.name not in done]
     for method in {run.method for run in left}:
         with naming_settings(one, (f"methods.{method}", "train", "task"), flags), quietly():
             parse_flags("fairseq-train", plans[method][1])
