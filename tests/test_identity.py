@@ -188,7 +188,12 @@ def test_files_of_the_model_that_it_began_from_may_have_moved(run, tmp_path):
     """Its fingerprint and the dictionaries are compared."""
     folder = tmp_path / "runs/x/moe"
     for place, start, differs in (("a", "1", False), ("b", "1", False), ("b", "2", True)):
-        flags = ("--fixed-dictionary", f"{place}/dict.txt", "--finetune-from-model", f"{place}/x.pt")
+        flags = (
+            "--fixed-dictionary",
+            f"{place}/dict.txt",
+            "--finetune-from-model",
+            f"{place}/x.pt",
+        )
         assert bool(run(*flags, "--pretrained", start)) == differs
         (folder / "checkpoint_last.pt").touch()
 
