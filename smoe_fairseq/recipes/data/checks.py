@@ -37,8 +37,8 @@ fault: empty: a side is empty; repeated: an earlier pair is the same; equal: bot
 overlap: a side is also in the test set or, with clean.overlap, in the validation set; over 1:{ratio:g}: one
 side has more than {ratio:g} times the words of the other; too long: dropped by clean.max-words, or longer
 than the model allows and never trained on. Tests in training: distinct test sentences that are also in the
-kept text; unknown: tokens in it without a subword; best BLEU, best chrF++: the highest scores that are possible
-with these subwords"""
+kept text; unknown: tokens in it without a subword; best BLEU, best chrF++: the highest scores that are
+possible with these subwords"""
 
 
 @dataclass
