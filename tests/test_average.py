@@ -274,7 +274,8 @@ def test_what_may_differ(run_of_one, tmp_path, capsys):
         state["cfg"]["model"].update(max_target_positions=90)
         state["smoe_dictionaries"].pop("target")
         state["cfg"]["common"].update(seed=7)
-        state["cfg"]["task"].update(langtoks={"main": ("tgt", None)})
+        task = {"langtoks": {"main": ("tgt", None)}, "langs": ["a", "b"], "lang_dict": "langs.txt"}
+        state["cfg"]["task"].update(task)
 
     files = [run_of_one / names()[0], changed(run_of_one / names()[1], tmp_path / "o.pt", change)]
     call("average", *files, "--output", tmp_path / "mean.pt")

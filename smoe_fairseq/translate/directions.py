@@ -127,6 +127,8 @@ def other_flags(saved, current) -> dict[str, str]:
         for each in (saved, current)
     )
     flags = differing_flags(before, now)
+    if any(each.get("lang_dict") for each in (saved, current)):  # a list in a file
+        flags.pop("langs", None)
     has_both = all(each.get("langtoks") for each in (saved, current))
     if flags.keys() & {"encoder_langtok", "decoder_langtok"} or not has_both:
         flags.pop("langtoks", None)  # fairseq sets it by these, when training starts
