@@ -105,6 +105,9 @@ def test_a_mean_is_of_the_last_checkpoints_whatever_their_times(run_of_one, tmp_
     (folder / names()[-1]).unlink()
     os.utime(folder / names()[-3], (1, 1))
     assert names()[-3] in lines()[-1]
+    (folder / "of-2-ranks").mkdir()  # where resharding keeps it
+    (folder / names()[-3]).rename(folder / "of-2-ranks" / names()[-3])
+    assert f"of-2-ranks/{names()[-3]}" in lines()[-1]
 
 
 def test_a_folder_in_which_training_replaces_checkpoints(run_of_one, tmp_path, monkeypatch):

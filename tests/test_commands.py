@@ -18,6 +18,8 @@ def test_shards_of_a_text_are_translated_apart(corpus, post_norm):
     words = ("--user-dir", PLUGIN, "--batch-size", 3, "--num-shards", 2)
     first, second = (generate(corpus, post_norm, *words, "--shard-id", i) for i in (0, 1))
     assert sorted([*first, *second]) == list(range(16)) and first and second
+    all_in_one = ("--user-dir", PLUGIN, "--batch-size", 99, "--num-shards", 2, "--shard-id", 1)
+    assert generate(corpus, post_norm, *all_in_one) == {}
 
 
 def test_interactive(corpus, post_norm):

@@ -195,9 +195,10 @@ def _parts(folder: Path, which: str) -> list[Path]:
     file = checkpoint_file(folder, which)
     if not (number := int(which.partition(":")[2] or 0)):
         return [file]
-    found = saved(folder.glob("checkpoint*.pt"))
-    by_update = [file for file, (_, updates) in found.items() if updates] or list(found)
-    last = sorted(by_update, key=lambda file: found[file][::-1])[-number:]
+    names = "of-*-ranks/checkpoint*.pt", "checkpoint*.pt"  # of other numbers of ranks, and of this
+    found = {at: file for name in names for file, at in saved(folder.glob(name)).items()}
+    numbers = [(epoch, updates) for epoch, updates in found if updates] or list(found)
+    last = [found[at] for at in sorted(numbers, key=lambda at: at[::-1])[-number:]]
     if len(last) < number:
         advice = "keep more with --keep-interval-updates of training"
         raise UsageError(f"--checkpoint {which}: {folder} has {len(last)} to average: {advice}")

@@ -1,6 +1,7 @@
 """Changes to ``fairseq-train`` (position in an epoch, validation, early stopping) and to translation."""
 
 import atexit
+import logging
 import os
 import queue
 import sys
@@ -120,6 +121,9 @@ def translate_data(original, cfg, output_file):
     try:
         return original(cfg, output_file)
     except ZeroDivisionError:
+        if shards.num_shards > 1:  # fewer batches than shards
+            logging.getLogger(__name__).warning(f"--shard-id {shards.shard_id}: no sentences")
+            return None
         raise UsageError(
             f"--gen-subset {shards.gen_subset}: nothing was translated, since all sentences are skipped"
         ) from None
