@@ -114,8 +114,9 @@ def train(dataset: Dataset, method: str, flags: Sequence[str], force_resume: boo
                 parse_flags("fairseq-train", words)
             raise
         if not unfinished:
-            limits = " or ".join(identity.limits(flag_values(words))) or "--max-update"
-            advice = f"give a larger {limits} to continue, or another --seed for another run"
+            limits = [*identity.limits(flag_values(words))] or ["--max-update"]
+            ended = " (the one that was reached)" * (len(limits) > 1)
+            advice = f"give a larger {' or '.join(limits)}{ended} to continue, or another --seed"
             print(f"{folder} is trained already, to the requested limits: {advice}")
             return
         if launch.uses_master_port and folder not in identity.joined:
