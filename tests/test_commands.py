@@ -27,6 +27,13 @@ def test_interactive(corpus, post_norm):
     assert list(hypotheses(output)) == [0]
 
 
+def test_constraints_that_do_not_fit_into_a_translation(corpus, post_norm):
+    words = [*generation(corpus, post_norm), "--user-dir", PLUGIN, "--constraints"]
+    words += ["--max-len-b", 2]
+    said = run("fairseq-interactive", *words, stdin="a b c\ta b c d e f\n", check=False)
+    refused(said, "--constraints", "--max-len-b")
+
+
 def test_hydra_train(corpus, tmp_path):
     side = {"layers": 1, "embed_dim": 32, "ffn_embed_dim": 64, "attention_heads": 2}
     model = {"_name": "transformer", "encoder": side, "decoder": {**side, "output_dim": 32}}

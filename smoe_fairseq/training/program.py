@@ -138,7 +138,13 @@ def translate_input(original, cfg):
     if getattr(cfg.bpe, "_name", None) == "sentencepiece":
         cfg.common_eval.post_process = None  # it joins the pieces itself
     _check_search(cfg, "interactive")
-    return original(cfg)
+    try:
+        return original(cfg)
+    except AssertionError as error:
+        if not cfg.generation.constraints:
+            raise
+        most = "a translation reached its maximum length before it had them all"
+        raise UsageError(f"--constraints: {most}; expected a larger --max-len-b") from error
 
 
 @replaces("fairseq_cli.eval_lm:main")
