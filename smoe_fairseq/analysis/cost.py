@@ -71,8 +71,8 @@ MAX_VOCABULARY = 10_000_000
 def build_meta_model(args: Namespace, vocabulary: int, outputs: int | None = None) -> nn.Module:
     """The model of ``args``, without memory for its weights.
 
-    It has one dictionary of ``vocabulary`` entries, special ones included. ``outputs`` is the number of predicted entries, if not all are. Raises UsageError for options that do not
-    define a model.
+    It has one dictionary of ``vocabulary`` entries, special ones included; ``outputs`` is the number of
+    predicted entries, if not all are. Raises UsageError for options that do not define a model.
     """
 
     class Task:
