@@ -104,7 +104,8 @@ def text_settings(data: str, task) -> dict[str, str]:
     values, found = values_of(task), {"data": data}
     folder = Path(split_paths(data)[0]).absolute()
     for name in ("fixed_dictionary", "lang_dict"):
-        places = (place / Path(values.get(name) or "-").name for place in (folder, folder.parent))
+        own = Path(values.get(name) or "").name
+        places = (place / own for place in (folder, folder.parent))
         if file := next(filter(Path.is_file, places), None):
             found[name] = str(file)
     return found
