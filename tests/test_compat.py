@@ -256,8 +256,7 @@ def test_an_average_is_read_from_a_file_of_it_alone(tmp_path):
 @pytest.mark.parametrize("name", ["x.pt", "checkpoint_best.pt", "average.pt"])
 def test_a_missing_file_to_restore_is_a_new_run_unless_it_seems_mistyped(corpus, tmp_path, name):
     """fairseq's users write --restore-file x.pt for a new run."""
-    if name != "x.pt":  # which a new run would replace
-        (tmp_path / "checkpoint_best2.pt").touch()
+    (tmp_path / "checkpoint_best2.pt").touch()
     flags = ("--restore-file", name, "--max-update", 1, "--disable-validation")
     result = run("fairseq-train", corpus, "--save-dir", tmp_path, *TINY, *flags, check=False)
     assert result.returncode == (name != "x.pt")

@@ -165,8 +165,7 @@ def _check_replaced(checkpoint, folder: Path) -> None:
 def _check_restored(file: str, save_dir: str) -> None:
     """Raise UsageError if ``--restore-file`` is missing and its name is probably mistyped.
 
-    fairseq's users write ``--restore-file x.pt`` for a new run, with a name that has no folder and is not
-    similar to that of any file.
+    fairseq's users write ``--restore-file x.pt`` for a new run, also beside the checkpoints of another.
     """
     if file == "checkpoint_last.pt" or "://" in file or os.path.isfile(file) or rank_files(file):
         return
@@ -178,7 +177,7 @@ def _check_restored(file: str, save_dir: str) -> None:
         if near := nearest(file, os.listdir(folder)):
             near = os.path.join(folder, near)
             raise UsageError(f"--restore-file {file} is missing; did you mean {near}?")
-    if any(Path(save_dir).glob("checkpoint*.pt")):
+    if Path(file).name != "x.pt" and any(Path(save_dir).glob("checkpoint*.pt")):
         raise UsageError(f"--restore-file {file} is missing, and {save_dir} has other checkpoints")
     logger.warning("--restore-file %s is missing: a new run begins", file)
 
