@@ -37,6 +37,13 @@ def test_an_updates_checkpoint_at_the_end_of_an_epoch_is_kept(small_corpus, tmp_
     assert kept == ["checkpoint_1_5.pt", "checkpoint_2_10.pt", "checkpoint_last.pt"]
 
 
+def test_the_last_epoch_is_saved_whatever_the_interval(small_corpus, tmp_path):
+    words = ("--save-interval", 2, "--validate-interval", 2, "--max-epoch", 3, "--batch-size", 25)
+    succeeded(train(small_corpus, tmp_path, *SMALL, *words))
+    state = torch.load(tmp_path / "checkpoint_last.pt", weights_only=True)["extra_state"]
+    assert state["train_iterator"]["epoch"] == 4  # the next one
+
+
 def updates(folder) -> int:
     name = LAST if (folder / LAST).exists() else "checkpoint_last-rank-0.pt"
     return torch.load(folder / name, weights_only=True)["optimizer_history"][-1]["num_updates"]

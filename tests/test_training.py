@@ -51,6 +51,16 @@ def test_resuming_equals_never_having_stopped(small_corpus, tmp_path):
 
 
 @pytest.mark.soak
+def test_batches_are_shuffled_after_the_curriculum(small_corpus, tmp_path):
+    """Also by a run that was not interrupted."""
+    flags = ("--curriculum", 1, "--max-tokens", 99, "--disable-validation", "--max-epoch")
+    for folder, epochs in (("whole", 2), ("parts", 1), ("parts", 2)):
+        train(small_corpus, tmp_path / folder, *flags, epochs)
+    whole, parts = (load(tmp_path / x / "checkpoint_last.pt")["model"] for x in ("whole", "parts"))
+    assert all(torch.equal(whole[name], parts[name]) for name in whole)
+
+
+@pytest.mark.soak
 def test_a_checkpoint_does_not_depend_on_what_memory_held(small_corpus, tmp_path):
     """glibc fills new memory with a byte, as it would be after other work."""
     for byte in (0, 90):

@@ -61,6 +61,14 @@ def state_of_all_ranks(original, epochs):
     return {**state, **now, **_amounts(epochs.dataset)}
 
 
+@replaces("fairseq.data.iterators:EpochBatchIterator._get_iterator_for_epoch")
+def shuffle_as_asked(original, epochs, epoch, shuffle, *others, **options):
+    """fairseq keeps the data loader of the first epoch, which ``--curriculum`` does not shuffle."""
+    if epochs.reuse_dataloader and epochs.dataloader is not None:
+        epochs.batch_sampler.shuffle = shuffle
+    return original(epochs, epoch, shuffle, *others, **options)
+
+
 @replaces("fairseq.data.iterators:EpochBatchIterator.load_state_dict")
 def resume_on_any_ranks(original, epochs, state):
     position = state.get("iterations_in_epoch", 0)

@@ -106,6 +106,9 @@ class SaveTimer:
 def save_in_time(validate_and_save, cfg, trainer, task, epoch_itr, subsets, end_of_epoch):
     """Save after an update if it is time; raises SystemExit, like a shell, if a signal ends training."""
     timer = trainer.save_timer
+    if end_of_epoch and 0 < cfg.optimization.max_epoch <= epoch_itr.epoch:
+        # fairseq would lose what it has trained since the last multiple of these intervals.
+        cfg.checkpoint.save_interval = cfg.dataset.validate_interval = 1
     wanted, before = timer.wanted(trainer.device), timer.saved
     result = validate_and_save(cfg, trainer, task, epoch_itr, subsets, end_of_epoch)
     if wanted and timer.saved == before and not result[1]:
