@@ -51,6 +51,21 @@ def test_resuming_equals_never_having_stopped(small_corpus, tmp_path):
 
 
 @pytest.mark.soak
+@pytest.mark.parametrize("stop", [("--max-epoch", 2), ("--max-update", 7)])
+def test_reduce_lr_on_plateau_continues(small_corpus, tmp_path, stop):
+    """At the end of an epoch, and in an epoch; with fewer improvements than it waits for."""
+    flags = ("--lr-scheduler", "reduce_lr_on_plateau", "--lr-patience", 1, "--lr-shrink", 0.5)
+    flags += ("--lr-threshold", 0.9, "--batch-size", 25, "--max-epoch", 6)
+    whole = train(small_corpus, tmp_path / "whole", *flags)
+    rates = [line["train_lr"] for line in log_lines(whole, "train")]
+    assert rates[0] > rates[-1]
+    train(small_corpus, tmp_path / "parts", *flags, *stop)
+    train(small_corpus, tmp_path / "parts", *flags)
+    whole, parts = (load(tmp_path / x / "checkpoint_last.pt")["model"] for x in ("whole", "parts"))
+    assert all(torch.equal(whole[name], parts[name]) for name in whole)
+
+
+@pytest.mark.soak
 def test_batches_are_shuffled_after_the_curriculum(small_corpus, tmp_path):
     """Also by a run that was not interrupted."""
     flags = ("--curriculum", 1, "--max-tokens", 99, "--disable-validation", "--max-epoch")

@@ -93,6 +93,32 @@ def resume_on_any_ranks(original, epochs, state):
         ) from None
 
 
+# The schedule reduce_lr_on_plateau, of which fairseq saves a part, before its step at the end of an epoch.
+
+_PLATEAU = "fairseq.optim.lr_scheduler.reduce_lr_on_plateau:ReduceLROnPlateauLRSchedule"
+_COUNTS = ("num_bad_epochs", "cooldown_counter")
+
+
+@replaces(f"{_PLATEAU}.state_dict")
+def save_counts(original, schedule):
+    return original(schedule) | {name: getattr(schedule.lr_scheduler, name) for name in _COUNTS}
+
+
+@replaces(f"{_PLATEAU}.load_state_dict")
+def load_counts(original, schedule, state):
+    original(schedule, state)
+    for name in _COUNTS:
+        setattr(schedule.lr_scheduler, name, state.get(name, 0))
+
+
+def end_epoch(trainer, extra_state: Mapping) -> None:
+    """Make the step of the schedule for an epoch at whose end a checkpoint was saved."""
+    position, loss = extra_state.get("train_iterator") or {}, extra_state.get("val_loss")
+    by_loss = trainer.cfg.lr_scheduler._name == "reduce_lr_on_plateau"
+    if by_loss and loss is not None and not position.get("iterations_in_epoch", 1):
+        trainer.lr_step(position["epoch"] - 1, loss)
+
+
 @replaces(
     "fairseq.tasks.translation_multi_simple_epoch:TranslationMultiSimpleEpochTask.load_dataset"
 )

@@ -216,14 +216,23 @@ class SMoETrainer(Trainer):
                 return
         screen.after_save(self.get_num_updates(), extra_state)
 
-    def load_checkpoint(self, filename, reset_optimizer=False, *rest, reset_meters=False, **more):
+    def load_checkpoint(
+        self,
+        filename,
+        reset_optimizer=False,
+        reset_lr_scheduler=False,
+        *rest,
+        reset_meters=False,
+        **more,
+    ):
         """As fairseq's, after checking the files. A finished run does not train further."""
         sharded_checkpoints.check_files(self, Path(filename), reset_optimizer)
         sharded_checkpoints.check_content(self, Path(filename), reset_optimizer)
         with naming_file(filename, f"its state, which {RESETS} leave out,"):
             try:
+                reset = reset_optimizer, reset_lr_scheduler
                 extra_state = super().load_checkpoint(
-                    filename, reset_optimizer, *rest, reset_meters=reset_meters, **more
+                    filename, *reset, *rest, reset_meters=reset_meters, **more
                 )
             except Exception as error:  # fairseq replaces the model's error by its own
                 cause = error.__context__
@@ -243,6 +252,8 @@ class SMoETrainer(Trainer):
             # For --finetune-from-model these arguments are set although the flags are not.
             if not (reset_optimizer or reset_meters):
                 self._continue_selection(extra_state)
+            if not (reset_optimizer or reset_lr_scheduler):
+                program.end_epoch(self, extra_state)
         # fairseq checks these limits only after an update and a validation, so it would train further.
         optimization = self.cfg.optimization
         for flag, limit, count in (
