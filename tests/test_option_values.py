@@ -35,6 +35,7 @@ BEFORE_THE_DATA = f"""
     --optimizer adamax --adamax-betas 5
     --optimizer-overrides 3
     --optimizer-overrides {{a:1}}
+    --optimizer-overrides {{1:0.1}}
     --eval-bleu-args [1]
     --distributed-world-size 0
     --max-tokens -1

@@ -1,5 +1,6 @@
 """`SMoETransformerModel.from_pretrained(RUN).translate([...])` and what needs no flag with a checkpoint."""
 
+import copy
 import importlib.util
 import math
 import multiprocessing
@@ -142,6 +143,17 @@ def test_with_all_that_it_needs_in_one_folder(prepared, tmp_path, monkeypatch):
             SMoETransformerModel.from_pretrained(folder)
     elsewhere = SMoETransformerModel.from_pretrained(folder, data_name_or_path=data, **direction)
     assert elsewhere.translate(text, **SEARCH) == expected
+
+
+def test_a_copy_has_its_own_weights(prepared):
+    model = SMoETransformerModel.from_pretrained(prepared / "runs/tiny/smoe-2-2")
+    given = {"source_lang": "en", "target_lang": "fr", "max_len_b": 9}
+    before = model.translations(["a b"], **given)[0].hypotheses[0].score
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        other.models[0].decoder.layers[0].fc1.weight.add_(1)
+    assert other.translations(["a b"], **given)[0].hypotheses[0].score != before
+    assert model.translations(["a b"], **given)[0].hypotheses[0].score == before
 
 
 def test_a_forked_process_translates_on_one_thread(model):

@@ -108,7 +108,8 @@ def check_options(cfg) -> None:
     for read, (example, names) in _DICTIONARIES.items():
         for name in names.split():
             text = _value(cfg, name)
-            if isinstance(text, str) and not isinstance(_literal(text, read), dict):
+            found = _literal(text, read) if isinstance(text, str) else {}
+            if not isinstance(found, dict) or not all(isinstance(key, str) for key in found):
                 raise UsageError(f"{_flag(name)} {text}: expected a dictionary, as {example}")
     subset = _value(cfg, "dataset.valid_subset")
     if _value(cfg, "dataset.combine_valid_subsets") and subset != "valid":

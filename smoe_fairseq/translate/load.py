@@ -99,16 +99,13 @@ def data_of(checkpoint: Path, task, data: Path | str | None = None) -> str:
 def text_settings(data: str, task) -> dict[str, str]:
     """The settings that name the folder ``data``, and the task's fixed dictionary and languages there.
 
-    For a shard, these may lie in the folder above it.
+    For a shard of `prepare`, these are in the folder above it.
     """
-    values, found = values_of(task), {"data": data}
-    folder = Path(split_paths(data)[0]).absolute()
-    for name in ("fixed_dictionary", "lang_dict"):
-        own = Path(values.get(name) or "").name
-        places = (place / own for place in (folder, folder.parent))
-        if file := next(filter(Path.is_file, places), None):
-            found[name] = str(file)
-    return found
+    values, folder = values_of(task), Path(split_paths(data)[0])
+    names = ("fixed_dictionary", "lang_dict")
+    folder = folder.parent if re.fullmatch(r"shard\d+", folder.name) else folder
+    files = {name: folder / Path(values[name]).name for name in names if values.get(name)}
+    return {"data": data} | {name: str(file) for name, file in files.items() if file.is_file()}
 
 
 @contextmanager
@@ -173,7 +170,16 @@ class TrainedModel(GeneratorHubInterface):
             raise UsageError("bpe={}, tokenizer={}: {}".format(*names, reason)) from None
         if subwords is not None:
             self.bpe = segmenter(subwords)
+        self.engines = {}  # by `int8`; they have copies of the weights
         self.eval()
+
+    def __deepcopy__(self, memo: dict) -> "TrainedModel":
+        """A copy of the models, with the same task and settings, since fairseq's cannot be copied."""
+        made = copy.copy(self)
+        parts = ("_modules", "_parameters", "_buffers")
+        vars(made).update({name: copy.deepcopy(vars(self)[name], memo) for name in parts})
+        made.engines = {}
+        return made
 
     @classmethod
     @without_default_device()
@@ -273,7 +279,6 @@ class Translator(TrainedModel):
 
     def __init__(self, *args):
         super().__init__(*args)
-        self.engines = {}  # by `int8`
         self.of_fairseq: set[str] = set()  # overridden settings of a search that only fairseq has
 
     @classmethod
