@@ -45,7 +45,7 @@ def test_the_backend_of_a_notebook_does_not_matter():
     program = """
 import os, matplotlib
 from smoe_fairseq.analysis import figures
-figures.panels()[0].savefig(os.devnull, format="png")
+figures.new()[0].savefig(os.devnull, format="png")
 assert {os.environ["MPLBACKEND"], matplotlib.rcParams["backend"]} == {"module://none.inline"}
 """
     command = [sys.executable, "-c", program]
@@ -160,7 +160,7 @@ def test_fonts_of_other_scripts(tmp_path, capsys):
     """Installed ones follow matplotlib's own; what none has is named."""
     installed = ["Noto Sans Thai", "Other", "Noto Sans CJK JP", "DejaVu Sans"]
     assert figures.fonts(installed) == ["DejaVu Sans", "Noto Sans CJK JP", "Noto Sans Thai"]
-    figure, _ = figures.panels()
+    figure, _ = figures.new()
     figure.text(0.5, 0.5, "a \ue000")  # a code that stands for no character
     missing = figures.save(figure, tmp_path / "picture")
     assert missing == {"\ue000"} and (tmp_path / "picture.svg").exists()

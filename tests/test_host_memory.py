@@ -1,8 +1,10 @@
-"""Memory and cores that this process can use: the machine's, or less by its control groups."""
+"""Memory and cores that this process can use: the machine's, or less by its control groups; huge pages."""
 
 import os
+from pathlib import Path
 
 import pytest
+from commands import run_python, succeeded
 
 from smoe_fairseq.host_memory import cores, machine_memory
 
@@ -65,3 +67,25 @@ def test_cores(tmp_path, monkeypatch, groups, limits, expected):
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)), raising=False)
     write_groups(tmp_path, groups, limits)
     assert cores(tmp_path) == expected
+
+
+THP = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+
+
+@pytest.mark.skipif(
+    not THP.exists() or "[never]" in THP.read_text(),
+    reason="this system has no transparent huge pages",
+)
+def test_what_is_allocated_next_lies_in_huge_pages():
+    program = """
+import re, torch
+from pathlib import Path
+from smoe_fairseq.host_memory import keep_freed_memory, reserve_huge_pages
+reserve_huge_pages(1 << 26)  # freed memory is not kept: nothing happens
+if keep_freed_memory():
+    reserve_huge_pages(1 << 26)
+    weights = torch.ones(1 << 23)
+    used = Path("/proc/self/smaps_rollup").read_text()
+    assert int(re.search(r"AnonHugePages: +([0-9]+)", used)[1]) > 0, used
+"""
+    succeeded(run_python(program))

@@ -69,10 +69,16 @@ MAX_VOCABULARY = 10_000_000
 
 
 def build_meta_model(args: Namespace, vocabulary: int, outputs: int | None = None) -> nn.Module:
-    """The model of ``args``, without memory for its weights.
+    """As `build_model`, without memory for its weights."""
+    with shapes_only():
+        return build_model(args, vocabulary, outputs)
 
-    It has one dictionary of ``vocabulary`` entries, special ones included; ``outputs`` is the number of
-    predicted entries, if not all are. Raises UsageError for options that do not define a model.
+
+def build_model(args: Namespace, vocabulary: int, outputs: int | None = None) -> nn.Module:
+    """The model of ``args`` with one dictionary of ``vocabulary`` entries, special ones included.
+
+    ``outputs`` is the number of predicted entries, if not all are. Raises UsageError for options that do not
+    define a model.
     """
 
     class Task:
@@ -86,8 +92,7 @@ def build_meta_model(args: Namespace, vocabulary: int, outputs: int | None = Non
         Task.source_dictionary.add_symbol(str(i))
     if outputs is not None:
         Task.target_dictionary = TruncatedDictionary(Task.source_dictionary, outputs)
-    with shapes_only():
-        return ARCH_MODEL_REGISTRY[args.arch].build_model(_complete(args), Task)
+    return ARCH_MODEL_REGISTRY[args.arch].build_model(_complete(args), Task)
 
 
 # The flags of ``fairseq-train`` that determine the cost of a run; `smoe cost` has them, too.

@@ -69,15 +69,20 @@ STYLE = {
 styled = matplotlib.rc_context(STYLE)  # decorates functions that draw
 
 
-def panels(number: int = 1, columns: int = 0, width=7.0, height=3.0, **options):
+def new(rows: int = 1, columns: int = 1, width: float = 7.0, height: float = 3.0, **options):
+    """Figure and ``(rows, columns)`` array of axes, in inches."""
+    figure = Figure((width, height))
+    return figure, figure.subplots(rows, columns, squeeze=False, **options)
+
+
+def panels(number: int, columns: int = 0, width=7.0, height=3.0, **options):
     """Figure and its axes: ``columns`` in a row, by default all.
 
     ``width`` is of the whole figure and ``height`` of a row, in inches.
     """
     columns = columns or number
     rows = -(-number // columns)
-    figure = Figure((width, rows * height))
-    axes = figure.subplots(rows, columns, squeeze=False, **options)
+    figure, axes = new(rows, columns, width, rows * height, **options)
     for ax in axes.flat[number:]:
         ax.axis("off")
     return figure, list(axes.flat)
@@ -391,9 +396,9 @@ def draw_sentence(sides: list[SentenceSide]) -> Figure:
     most = max(len(block.strata) for side in sides for block in side.blocks)
     parts = [(side, start) for side in sides for start in range(0, len(side.tokens), PER_ROW)]
     heights = [0.75 + 0.3 * len(side.blocks) for side, _ in parts]
-    mean, ratios = sum(heights) / len(parts), {"height_ratios": heights}
-    figure, axes = panels(len(parts), columns=1, width=7.6, height=mean, gridspec_kw=ratios)
-    for ax, (side, start) in zip(axes, parts):
+    ratios = {"height_ratios": heights}
+    figure, axes = new(len(parts), 1, width=7.6, height=sum(heights), gridspec_kw=ratios)
+    for ax, (side, start) in zip(axes[:, 0], parts):
         panel(ax, side, start, most)
     return figure
 

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from fairseq.modules import MultiheadAttention
 from torch import Tensor, nn
 
+from smoe_fairseq.host_memory import reserve_huge_pages
 from smoe_fairseq.modules import StratifiedMoE
 from smoe_fairseq.modules.experts import Experts
 from smoe_fairseq.modules.per_expert import PerExpert, Weights
@@ -140,6 +141,10 @@ def pack(model: nn.Module, linear: Callable = fastest_linear) -> None:
     if linear is fastest_linear and any(p.dtype != torch.float32 for p in model.parameters()):
         return
     model.packed_by = linear
+    weights = sum(p.numel() for p in model.parameters())
+    reserve_huge_pages(
+        weights * (4 if linear is fastest_linear else 8)
+    )  # with what int8 is made of
     for attention in (each for each in model.modules() if isinstance(each, MultiheadAttention)):
         # Else fairseq would pass the weights to torch's attention instead of calling the projections.
         attention.skip_embed_dim_check = True
