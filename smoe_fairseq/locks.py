@@ -119,7 +119,8 @@ def unlock_folder(folder: Path, name: str = TRAINING) -> None:
 
 def _release(file: Path, opened: int) -> None:
     if _is_same(opened, file):
-        file.unlink(missing_ok=True)
+        with suppress(OSError):  # such as a file system that has become read-only
+            file.unlink(missing_ok=True)
     os.close(opened)
 
 

@@ -130,6 +130,21 @@ def test_file_that_is_removed_in_between_is_no_lock(tmp_path, monkeypatch):
     locks.release_all(os.getpid())
 
 
+def test_a_lock_that_cannot_be_removed_ends_nothing(tmp_path, monkeypatch):
+    """As on a file system that has become read-only."""
+
+    def unlink(*_, **__):
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr(locks, "_held", {})
+    locks.lock_folder(tmp_path)
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "unlink", unlink)
+        locks.release_all(os.getpid())
+    locks.lock_folder(tmp_path)
+    locks.release_all(os.getpid())
+
+
 def test_file_system_without_locks(tmp_path, monkeypatch, capsys):
     def lockf(opened, flags):
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))

@@ -113,7 +113,12 @@ def test_a_second_study_is_refused_and_a_run_that_fails_does_not_end_the_others(
     assert study_results.STARTS_FILE in refusal(step_here(*study, cwd=tmp_path, **given))
     assert not dense.exists()
     (failing / study_results.STARTS_FILE).unlink()
-    dense.mkdir()  # as trained and scored
+    dense.mkdir()
+    longer = {"method": "dense", "dictionary": "", "flags": {}, "trained": {"--max-update": "999"}}
+    (dense / "identity.json").write_text(json.dumps(longer))
+    assert "999 updates" in refusal(step_here(*study, cwd=tmp_path, **given))
+    assert not (dense / "study.log").exists()
+    (dense / "identity.json").unlink()  # as trained and scored
     (dense / "train.log").write_text('{"valid_nll_loss": 7.5, "valid_num_updates": 15}\n')
     score = {"bleu": 30.0, "signature": "s", "sentences": 3}
     (dense / "scores.json").write_text(json.dumps({"scores": {"en-fr": score}}))

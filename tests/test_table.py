@@ -254,6 +254,16 @@ def test_classes_where_english_is_second(tmp_path):
     assert ours["eng-xxx low"] == "25.00" and ours["xxx-eng all"] == "30.12"
 
 
+def test_tokenizers_are_those_of_what_is_averaged(tmp_path):
+    """The kept direction has another one, which is in no average."""
+    recipe = {"pairs": ["en-fr"], "keep": ["en-km"], "raw": {}, "train": {"arch": "transformer"}}
+    configs = write_dataset(tmp_path / "c", "own", **recipe)["CONFIG_DIR"]
+    scored = {"fr-en": 10.0, "en-fr": 20.0, "en-km": 30.0}
+    write_scores(tmp_path / "runs/own/moe", scored, en_km="nrefs:1|tok:char")
+    shown = table(tmp_path, "own", configs=configs)
+    assert "15.00" in shown.stdout and "different tokenizers" not in shown.stdout + shown.stderr
+
+
 def test_a_pair_without_a_test_set_is_in_no_class(tmp_path):
     classes = {"high": ["de"], "low": ["fr", "cs"]}
     pairs = {"pairs": ["en-de", "en-fr", "en-cs"], "raw": {}, "classes": classes}

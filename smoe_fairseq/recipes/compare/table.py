@@ -264,9 +264,10 @@ def _notes(
     if different := scores.different_tests(result, now=tests):
         texts = f"another test set than that in {Folders(dataset).raw} ({', '.join(different)})"
         notes.append(f"{name}: was scored on {texts}: {advice}")
-    if not _are_comparable(points):
+    averaged = {d: points[d] for d in tested if d in points}
+    if not _are_comparable(averaged):
         notes.append(f"{name}: scores of different sacreBLEU signatures are not averaged")
-    elif len(signatures) > 1:
+    elif len({signature for _, signature in averaged.values()}) > 1:
         notes.append(f"{name}: averages are over directions with different tokenizers")
     return notes
 

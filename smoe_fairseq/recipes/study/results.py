@@ -160,6 +160,13 @@ def check_text(dataset: Dataset) -> None:
         raise UsageError(f"{folder} {difference}: {advice}")
 
 
+def check_length(run: Path, updates: float, most: float) -> None:
+    """Raise UsageError if a run was trained for more updates than a study has; 0: no limit."""
+    if 0 < most < updates:
+        advice = f"give --max-update {updates:g}, or set --run-dir to another folder for the study"
+        raise UsageError(f"{run} was trained for {updates:g} updates, not {most:g}: {advice}")
+
+
 def _settings(dataset: Dataset) -> dict[str, dict]:
     """What decides which checkpoint is the best, and how translations are scored."""
     irrelevant, given = ("width", "metrics"), dataset.sacrebleu
@@ -180,9 +187,7 @@ def save(dataset: Dataset, name: str, line: str) -> None:
     if all(row["validation_nll"] is None for row in curve):
         raise UsageError(f"{log} has no validation loss, which the report of a study compares")
     limits, updates = own.get("trained"), curve[-1]["update"]
-    if 0 < (most := float((limits or {}).get("--max-update", 0))) < updates:
-        advice = f"give --max-update {updates}, or set --run-dir to another folder for the study"
-        raise UsageError(f"{run} was trained for {updates} updates, not {most:g}: {advice}")
+    check_length(run, updates, float((limits or {}).get("--max-update", 0)))
     validated = run / KEPT
     kept = re.findall(r"\| nll_loss (\S+)", read_text(validated)) if validated.exists() else []
     content = {

@@ -24,6 +24,7 @@ from smoe_fairseq.recipes.processes import ProcessGroups, environment, recipe, w
 from smoe_fairseq.recipes.program_flags import arguments, flag_values, parse_flags, value_of
 from smoe_fairseq.recipes.settings import Settings
 from smoe_fairseq.recipes.study import results
+from smoe_fairseq.recipes.training import identity
 from smoe_fairseq.recipes.training.launcher import plan_launch, visible_gpus
 from smoe_fairseq.recipes.training.train import plan
 
@@ -120,8 +121,10 @@ def study(dataset: Dataset, flags: Sequence[str]) -> None:
         for run in left:
             print(run.line)
         return
-    for run in left:  # raises UsageError before the work
+    for run in left:  # these raise UsageError before the work
         results.summarize_starts(run.folder)
+        trained = identity.record(run.folder).get("trained", {}).get("--max-update", 0)
+        results.check_length(run.folder, float(trained), run.updates)
     results.folder_of(dataset).mkdir(parents=True, exist_ok=True)
     folders.runs.mkdir(parents=True, exist_ok=True)
     lock_folder(folders.runs, LOCK)  # before any start is recorded
