@@ -333,6 +333,8 @@ def test_a_long_text_is_divided_at_the_ends_of_sentences(sentences, between):
         "ልጁ ወደ ገበያ ሄደ።| |አራት ገበሬዎች፧|ነው",
         "ذهب الولد؟| |نعم.| |لا۔| |هذا",
         "Տղան գնում է։| |Չորս",
+        "כאן.\u200f| |דג.\u200f| |\u202bכאן.\u202c| |\u2067דג.\u2069| |Here.\u200e| |There",
+        "お茶を見る?|猫は魚を食べる!|Yahoo!ニュース",
         "!!!",
     ],
 )

@@ -8,11 +8,14 @@ import regex
 _AMBIGUOUS = r".!?…．"
 # Unicode's ends of sentences, those of Tibetan and Thai, and halfwidth ones; not Burmese's comma, U+104A.
 _CLEAR = r"[\p{Sentence_Terminal}\u0f08\u0f0d-\u0f12\u0e5a\u0e5b]--[.!?．\u104a]"
-# Quotation marks and brackets that belong to the sentence before them: » and “ open a quotation, too.
-_CLOSING = r"""(?:[\p{Pe}\p{Pf}"'*_]|\p{Pi}(?=\s|$)|\p{Zs}»(?=\s|$))*"""
+# Quotation marks and brackets that belong to the sentence before them (» and “ open a quotation, too), and
+# marks of the direction of writing.
+_CLOSING = r"""(?:[\p{Pe}\p{Pf}\p{Bidi_Control}"'*_]|\p{Pi}(?=\s|$)|\p{Zs}»(?=\s|$))*"""
+_WIDE = r"[\p{Han}\p{Hiragana}\p{Katakana}]"
 _END = regex.compile(
     rf"(?P<marks>[{_AMBIGUOUS}]+)(?P<closing>{_CLOSING})\s+"
     rf"|[{_AMBIGUOUS}]*(?:๚ะ)?[{_CLEAR}](?:\p{{Zs}}?[{_AMBIGUOUS}{_CLEAR}])*{_CLOSING}\s*"
+    rf"|(?<={_WIDE})[!?]+{_CLOSING}(?=[\p{{L}}\p{{N}}])"
     # Thai and Lao have blanks between clauses, names and numbers; those of longer clauses count.
     r"|(?<=[\p{Thai}\p{Lao}]{8})\s+(?=[\p{Thai}\p{Lao}]{8})",
     regex.V1,
@@ -24,7 +27,10 @@ _ABBREVIATION = regex.compile(
     r"|(?:Abs|Art|Fig|No|Nr|pp)(?=\.\s+\d))\.\s+\S$"
 )
 _LONGEST_ABBREVIATION = 40
-_GOES_ON = regex.compile(r"""[\p{Ps}\p{Pi}"'„]*\p{Ll}""")  # the sentence, after a full stop
+_GOES_ON = regex.compile(
+    r"""[\p{Ps}\p{Pi}\p{Bidi_Control}"'„]*\p{Ll}"""
+)  # the sentence, after a full stop
+_DIRECTION = regex.compile(r"\p{Bidi_Control}+")
 _LINE = regex.compile(r"[^\n\r\v\f\x1c-\x1e\x85\u2028\u2029]+")
 _WORD = regex.compile(r"[\p{L}\p{N}]")
 _LAST_WORD = regex.compile(r"(?r)[\p{L}\p{N}]")
@@ -59,9 +65,9 @@ def _sentences_of_line(text: str, begin: int, stop: int, has_capitals: bool) -> 
 
 
 def _is_end(text: str, begin: int, match, has_capitals: bool) -> bool:
-    marks, closing = match["marks"], match["closing"]
-    if not marks:
+    if not (marks := match["marks"]):
         return True
+    closing = _DIRECTION.sub("", match["closing"])
     stops = marks[-1] in ".…．"
     if (stops or closing) and has_capitals and _GOES_ON.match(text, match.end()):
         return False
