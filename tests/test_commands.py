@@ -27,6 +27,7 @@ def test_interactive(corpus, post_norm):
     assert list(hypotheses(output)) == [0]
 
 
+@pytest.mark.soak
 def test_constraints_that_do_not_fit_into_a_translation(corpus, post_norm):
     words = [*generation(corpus, post_norm), "--user-dir", PLUGIN, "--constraints"]
     words += ["--max-len-b", 2]

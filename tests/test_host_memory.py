@@ -72,6 +72,7 @@ def test_cores(tmp_path, monkeypatch, groups, limits, expected):
 THP = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 
+@pytest.mark.soak
 @pytest.mark.skipif(
     not THP.exists() or "[never]" in THP.read_text(),
     reason="this system has no transparent huge pages",

@@ -37,6 +37,7 @@ def test_an_updates_checkpoint_at_the_end_of_an_epoch_is_kept(small_corpus, tmp_
     assert kept == ["checkpoint_1_5.pt", "checkpoint_2_10.pt", "checkpoint_last.pt"]
 
 
+@pytest.mark.soak
 def test_the_last_epoch_is_saved_whatever_the_interval(small_corpus, tmp_path):
     words = ("--save-interval", 2, "--validate-interval", 2, "--max-epoch", 3, "--batch-size", 25)
     succeeded(train(small_corpus, tmp_path, *SMALL, *words))
