@@ -136,7 +136,7 @@ def test_the_commands_of_fine_tuning(tmp_path, nllb):
     """With a small NLLB-200 in the place of the published one."""
     configs = shutil.copytree(ROOT / "configs", tmp_path / "configs")
     more = "raw: {parallel: {valid: 10, test: 8}}\nvalidate: {sentences: 4}\n"
-    (configs / "datasets/mine.yaml").write_text(yaml_of("docs/finetune.md") + more)
+    (configs / "datasets/sw.yaml").write_text(yaml_of("docs/finetune.md", "sw") + more)
     (tmp_path / "nllb-600M").symlink_to(nllb)
     (tmp_path / "text").mkdir()
     lines = pretrained.lines(60)
@@ -146,7 +146,7 @@ def test_the_commands_of_fine_tuning(tmp_path, nllb):
     smaller = {command: flags for command, flags in SMALLER.items() if "prepare" not in command}
     given = {"CONFIG_DIR": str(configs)}
     outputs, _ = run_commands("docs/finetune.md", tmp_path, given, smaller)
-    assert "| pretrained " in outputs["scripts/table.sh mine"]
+    assert "| pretrained " in outputs["scripts/table.sh sw"]
     assert len((tmp_path / "text.sw").read_text("utf-8").splitlines()) == 2
 
 
