@@ -269,8 +269,11 @@ def test_nothing_stays_or_comes_beside_another_question(talking, opened, door):
     assert translation(page).inner_text()
     held = []
     page.route("**/translate", lambda route: held.append(route))
-    submit(page)
+    with page.expect_request("**/translate"):
+        submit(page)
     page.wait_for_selector("form[aria-busy=true]")
+    while not held:  # the handler is called a little later than the request is seen
+        page.wait_for_timeout(10)
     DOORS[door](page)
     sync_api.expect(page.locator(".token")).to_have_count(0)
     with suppress(sync_api.Error):  # the page has given it up
