@@ -19,6 +19,7 @@ from smoe_fairseq.errors import UsageError
 from smoe_fairseq.flags import flag_of
 from smoe_fairseq.training.subword_sampling import SampledPairs
 
+logger = logging.getLogger(__name__)
 PROGRAM = "fairseq_cli.train"
 LONGEST_LOADING = 10  # seconds for which the end of a run waits for a batch that is being loaded
 
@@ -156,7 +157,7 @@ def translate_data(original, cfg, output_file):
         return original(cfg, output_file)
     except ZeroDivisionError:
         if shards.num_shards > 1:  # fewer batches than shards
-            logging.getLogger(__name__).warning(f"--shard-id {shards.shard_id}: no sentences")
+            logger.warning(f"--shard-id {shards.shard_id}: no sentences")
             return None
         raise UsageError(
             f"--gen-subset {shards.gen_subset}: nothing was translated, since all sentences are skipped"

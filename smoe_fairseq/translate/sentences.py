@@ -27,9 +27,8 @@ _ABBREVIATION = regex.compile(
     r"|(?:Abs|Art|Fig|No|Nr|pp)(?=\.\s+\d))\.\s+\S$"
 )
 _LONGEST_ABBREVIATION = 40
-_GOES_ON = regex.compile(
-    r"""[\p{Ps}\p{Pi}\p{Bidi_Control}"'„]*\p{Ll}"""
-)  # the sentence, after a full stop
+# The sentence, after a full stop.
+_GOES_ON = regex.compile(r"""[\p{Ps}\p{Pi}\p{Bidi_Control}"'„]*\p{Ll}""")
 _DIRECTION = regex.compile(r"\p{Bidi_Control}+")
 _LINE = regex.compile(r"[^\n\r\v\f\x1c-\x1e\x85\u2028\u2029]+")
 _WORD = regex.compile(r"[\p{L}\p{N}]")

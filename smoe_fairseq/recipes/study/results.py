@@ -146,9 +146,9 @@ def are_saved(dataset: Dataset, name: str, words: Sequence[str], processes: int)
     return True
 
 
-def check_text(dataset: Dataset) -> None:
-    """Raise UsageError if a run that has results was trained or scored on other text than there is now."""
-    results, now = read(dataset), scores.test_checksums(dataset, dataset.directions)
+def check_text(dataset: Dataset, results: "Sequence[Result]") -> None:
+    """Raise UsageError if one of the results is of a run on other text than there is now."""
+    now = scores.test_checksums(dataset, dataset.directions)
     records = {result.folder: result.about for result in results}
     found = identity.other_text(records, Folders(dataset).binary)
     for result in results:

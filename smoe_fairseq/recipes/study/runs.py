@@ -104,8 +104,8 @@ def study(dataset: Dataset, flags: Sequence[str]) -> None:
         run.sharded = launch.processes > 1 and "--expert-parallel" in words
 
     # Of other seeds, too, which the report compares with these; earlier versions kept no flags.
-    saved = (each.name for each in results.read(dataset) if each.about.get("flags"))
-    done = set()
+    known, done = results.read(dataset), set()
+    saved = (each.name for each in known if each.about.get("flags"))
     for name in {run.name for run in runs}.union(n for n in saved if run_method(n) in plans):
         launch, words, _ = plans[run_method(name)]
         if results.are_saved(dataset, name, words, launch.processes):
@@ -115,7 +115,7 @@ def study(dataset: Dataset, flags: Sequence[str]) -> None:
         with naming_settings(one, (f"methods.{method}", "train", "task"), flags), quietly():
             parse_flags("fairseq-train", plans[method][1])
     if left and folders.binary.exists():
-        results.check_text(dataset)
+        results.check_text(dataset, known)
     print(f"# {dataset.name}: {len(left)} of {len(runs)} runs are still to do", flush=True)
     if settings.dry_run:
         for run in left:
