@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path, PurePosixPath
 
 # From glibc's malloc.h, and Linux' mman.h.
-_TRIM_THRESHOLD, _MMAP_MAX = -1, -4
+_MXFAST, _TRIM_THRESHOLD, _MMAP_MAX = 1, -1, -4
 _MADV_HUGEPAGE = 14
 _HUGE = 1 << 21  # bytes of a huge page on x86 and most others
 _keeping: list[ctypes.CDLL] = []  # the C library, if it keeps freed memory
@@ -22,7 +22,9 @@ def keep_freed_memory() -> bool:
     """
     try:
         library = ctypes.CDLL(None)
-        kept = bool(library.mallopt(_MMAP_MAX, 0)) and bool(library.mallopt(_TRIM_THRESHOLD, -1))
+        # Without bins of small blocks, a large one does not have to merge their contents first.
+        settings = {_MMAP_MAX: 0, _TRIM_THRESHOLD: -1, _MXFAST: 0}
+        kept = all(library.mallopt(*setting) for setting in settings.items())
     except (AttributeError, OSError, TypeError):
         return False  # not glibc
     _keeping[:] = [library] * kept

@@ -65,10 +65,10 @@ def test_cudnn_which_plans_for_each_shape_is_left_out_here_alone(monkeypatch):
         return attend(*arguments, **options)
 
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", noting)
-    x = torch.randn(T, B, D)
+    x = torch.randn(T, B, D, device="meta")
     for enabled in (True, False):
         torch.backends.cuda.enable_cudnn_sdp(enabled)
-        Attention(D, 2, self_attention=True)(x, x, x, need_weights=False)
+        Attention(D, 2, self_attention=True).to("meta")(x, x, x, need_weights=False)
         assert torch.backends.cuda.cudnn_sdp_enabled() == enabled
     assert seen == [False, False]
     torch.backends.cuda.enable_cudnn_sdp(True)

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from fairseq.modules import MultiheadAttention
 from torch import Tensor, nn
 
+from smoe_fairseq.modules.torch_features import attend
 from smoe_fairseq.translate.packed import concatenate
 
 
@@ -34,26 +35,8 @@ class Attention(MultiheadAttention):
         heads = [part.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for part in parts]
         drops = self.training or self.dropout_module.apply_during_inference  # --retain-dropout
         dropout = self.dropout_module.p if drops else 0.0
-        y_BHTd = _attend(*heads, mask_BXTS, dropout)
+        y_BHTd = attend(*heads, mask_BXTS, dropout)
         return self.out_proj(y_BHTd.transpose(1, 2).flatten(2)).transpose(0, 1)
-
-
-def _attend(query, key, value, mask_BXTS: Tensor | None, dropout: float) -> Tensor:
-    """Torch's fused attention, but not cuDNN's.
-
-    cuDNN plans every new shape, which takes the host of an H200 7 ms, and shapes of batches rarely repeat.
-    """
-    switch = torch.backends.cuda
-    planned = not torch.compiler.is_compiling() and switch.cudnn_sdp_enabled()
-    if planned:
-        switch.enable_cudnn_sdp(False)
-    try:
-        return F.scaled_dot_product_attention(
-            query, key, value, attn_mask=mask_BXTS, dropout_p=dropout
-        )
-    finally:
-        if planned:
-            switch.enable_cudnn_sdp(True)
 
 
 def _project(x: Tensor, *maps: nn.Module) -> list[Tensor]:

@@ -46,3 +46,20 @@ def without_autocast(device: torch.device) -> AbstractContextManager:
     if device.type in AUTOCAST:
         return torch.autocast(device.type, enabled=False)
     return nullcontext()
+
+
+def attend(query, key, value, mask: torch.Tensor | None, dropout: float = 0.0) -> torch.Tensor:
+    """Torch's fused attention, but not cuDNN's.
+
+    cuDNN plans every new shape, which takes the host of an H200 7 ms, and shapes of batches rarely repeat.
+    """
+    switch = torch.backends.cuda
+    on_cpu = query.device.type == "cpu"
+    planned = not on_cpu and not torch.compiler.is_compiling() and switch.cudnn_sdp_enabled()
+    if planned:
+        switch.enable_cudnn_sdp(False)
+    try:
+        return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, dropout_p=dropout)
+    finally:
+        if planned:
+            switch.enable_cudnn_sdp(True)

@@ -71,9 +71,12 @@ def quantized_rows(x_NI: Tensor) -> tuple[Tensor, Tensor]:
     # A row of zeros gets arbitrary q; its scale is 0.
     most, offset_I = _constants(levels(), inputs)
     sum_NI = torch.addcmul(offset_I, x_NI, most / max_N1)
-    q_NI = torch.empty(number + STEP, inputs, dtype=torch.uint8)
-    q_NI[:number] = sum_NI.view(torch.int32)
-    return q_NI, max_N1
+    q_NI = sum_NI.view(torch.int32)
+    if number <= STEP:
+        return q_NI.to(torch.uint8), max_N1
+    padded_NI = torch.empty(number + STEP, inputs, dtype=torch.uint8)
+    padded_NI[:number] = q_NI
+    return padded_NI, max_N1
 
 
 @functools.cache
@@ -106,9 +109,11 @@ class Int8Linear(nn.Module):
         """The outputs ``(end - start, O)`` of some rows of `quantized_rows`."""
         if start == end:
             return scale_N1.new_zeros(0, len(self.scale_O))
-        until = start + (end - start + STEP - 1) // STEP * STEP
-        y_NO = _product(q_NI[start:until], levels() + 1, self.packed, self.scale_O, self.zeros_O)
-        y_NO, scale_N1 = y_NO[: end - start], scale_N1[start:end]
+        number = end - start
+        if number < len(q_NI):
+            q_NI = q_NI[start : start + (number + STEP - 1) // STEP * STEP]
+            scale_N1 = scale_N1[start:end]
+        y_NO = _product(q_NI, levels() + 1, self.packed, self.scale_O, self.zeros_O)[:number]
         if self.bias_O is None:
             return y_NO.mul_(scale_N1)
         return torch.addcmul(self.bias_O, y_NO, scale_N1, out=y_NO)

@@ -15,10 +15,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from smoe_fairseq.modules import RoutingStats
+from smoe_fairseq.modules.torch_features import attend
 from smoe_fairseq.translate.packed import concatenate
 
 _MASKED = float("-inf")
-_MIN_SOURCE = 16  # torch's softmax is slower for fewer numbers, on a CPU
+_KEYS = 16  # on a CPU, torch's attention is slower for other numbers of keys than multiples of this
 
 
 class StepDecoder:
@@ -33,9 +34,9 @@ class StepDecoder:
         self.decoder = decoder
         source_BSD = encoder_out["encoder_out"][0].transpose(0, 1)
         mask_BS = encoder_out["encoder_padding_mask"][0]
-        if (more := _MIN_SOURCE - mask_BS.shape[1]) > 0:
-            source_BSD = F.pad(source_BSD, (0, 0, 0, more))
-            mask_BS = F.pad(mask_BS, (0, more), value=True)
+        more = -mask_BS.shape[1] % _KEYS
+        source_BSD = F.pad(source_BSD, (0, 0, 0, more))
+        mask_BS = F.pad(mask_BS, (0, more), value=True)
         zeros_BS = torch.zeros(mask_BS.shape, dtype=source_BSD.dtype, device=mask_BS.device)
         self.source_bias_B1S = zeros_BS.masked_fill(mask_BS, _MASKED).unsqueeze(1)
         self.bias_BWN: Tensor | None = None
@@ -55,7 +56,9 @@ class StepDecoder:
         self.bias_BWN = torch.cat([*past, own_BWW], dim=2)
         x_1RD = self.decoder.embed(tokens_RT, {})
         ids_R1, gate_logits = tokens_RT[:, -1:], None
-        biases = self.bias_BWN, self.source_bias_B1S
+        source_bias_BWS = self.source_bias_B1S.expand(-1, beam, -1)
+        bias_BWN = F.pad(self.bias_BWN, (0, -self.bias_BWN.shape[2] % _KEYS), value=_MASKED)
+        biases = bias_BWN.unsqueeze(1), source_bias_BWS.unsqueeze(1)
         for layer in self.layers:
             x_1RD, *stats = layer.step(x_1RD, ids_R1, *biases, gate_logits)
             if stats:
@@ -87,10 +90,7 @@ def select_in_place(x: Tensor, indices: list[int], dim: int = 0) -> Tensor:
 
 
 class _Layer:
-    """One layer and its keys and values ``(2, B, H, ..., D / H)``.
-
-    Products are `torch.bmm` of all heads of all sentences, which takes fewer calls than `torch.matmul`.
-    """
+    """One layer and its keys and values ``(2, B, H, ..., D / H)``."""
 
     def __init__(self, layer, source_BSD: Tensor):
         self.layer = layer
@@ -109,23 +109,23 @@ class _Layer:
         self,
         x_1RD: Tensor,
         ids_R1: Tensor,
-        bias_BWN: Tensor,
-        source_bias_B1S: Tensor,
+        bias_B1WN: Tensor,
+        source_bias_B1WS: Tensor,
         gate_logits: Tensor | None,
     ) -> tuple[Tensor, ...]:
         """The result of `TransformerLayer.feed_forward`, for one new token of each hypothesis."""
-        batch, beam, _ = bias_BWN.shape
+        batch, _, beam, keys = bias_B1WN.shape
 
         def self_attention(h_1RD):
             qkv_3BWD = self.project(h_1RD).view(batch, beam, 3, -1).permute(2, 0, 1, 3)
             self._append(self._by_head(qkv_3BWD[1:]))
-            memory = self.memory.narrow(3, 0, self.number)
-            return self._attend(self.layer.self_attn, qkv_3BWD[0], memory, bias_BWN)
+            memory = self.memory.narrow(3, 0, keys)
+            return self._attend(self.layer.self_attn, qkv_3BWD[0], memory, bias_B1WN)
 
         def source_attention(h_1RD):
             attention = self.layer.encoder_attn
             q = attention.q_proj(h_1RD).view(batch, beam, -1)
-            return self._attend(attention, q, self.source_memory, source_bias_B1S)
+            return self._attend(attention, q, self.source_memory, source_bias_B1WS)
 
         layer = self.layer
         x_1RD = layer.sublayer(x_1RD, layer.self_attn_layer_norm, self_attention)
@@ -139,14 +139,8 @@ class _Layer:
         self.memory = select_in_place(self.memory, indices, 1)
 
     def _attend(self, attention, q_BWD: Tensor, memory: Tensor, bias: Tensor) -> Tensor:
-        batch, beam, dim = q_BWD.shape
-        keys_GNd, values_GNd = memory.flatten(1, 2)  # G = B H
-        q_GWd = self._by_head(q_BWD * attention.scaling).reshape(-1, beam, dim // self.heads)
-        weights_GWN = torch.bmm(q_GWd, keys_GNd.transpose(1, 2))
-        weights_GWN.view(batch, self.heads, beam, -1).add_(bias.unsqueeze(1))
-        weights_GWN = weights_GWN.softmax(dim=-1, dtype=torch.float32).to(q_BWD.dtype)
-        y_BHWd = torch.bmm(weights_GWN, values_GNd).view(batch, self.heads, beam, -1)
-        return attention.out_proj(y_BHWd.transpose(1, 2).reshape(1, -1, dim))
+        y_BHWd = attend(self._by_head(q_BWD), *memory, bias)
+        return attention.out_proj(y_BHWd.transpose(1, 2).reshape(1, -1, q_BWD.shape[2]))
 
     def _by_head(self, x_BWD: Tensor) -> Tensor:
         return x_BWD.view(*x_BWD.shape[:-1], self.heads, -1).transpose(-3, -2)
@@ -155,8 +149,9 @@ class _Layer:
         number = more.shape[3]
         end = self.number + number
         if self.memory is None or end > self.memory.shape[3]:
-            shape = (*more.shape[:3], end + max(self.number, 16 * number), more.shape[4])
-            larger = more.new_empty(shape)
+            space = end + max(self.number, _KEYS * number)
+            space += -space % _KEYS
+            larger = more.new_zeros(*more.shape[:3], space, more.shape[4])
             if self.memory is not None:
                 larger[:, :, :, : self.number] = self.memory[:, :, :, : self.number]
             self.memory = larger
