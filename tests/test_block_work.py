@@ -200,7 +200,7 @@ def test_an_exported_block_takes_batches_of_any_size():
 @pytest.mark.parametrize(
     "strata, dtype, tolerance",
     [
-        ("8", torch.float32, 1e-6),
+        soak("8", torch.float32, 1e-6),
         soak("4-4", torch.float32, 1e-6),
         soak("2-2-2-2", torch.bfloat16, 0.02),
     ],

@@ -96,6 +96,7 @@ def test_a_run_is_trained_evaluated_and_tabled_with_its_flops(trained):
     assert costs[0] == costs[1]  # top-2 each
 
 
+@pytest.mark.soak
 def test_a_study_analyses_a_method_that_names_a_plugin(trained):
     folder, given = trained
     said = run_step("study", "tiny", "balanced", "--dry-run", cwd=folder, **given)

@@ -12,6 +12,7 @@ from contextlib import suppress
 import fairseq  # noqa: F401  (by which torch takes its checkpoints)
 import pytest
 from handmade import ROUTES
+from sampling import soak
 from serving import Serving
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
@@ -263,7 +264,7 @@ def submit(page):
     page.get_by_label("Text").press("Control+Enter")
 
 
-@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize("door", ["swap", "to", *map(soak, list(DOORS)[2:])])
 def test_nothing_stays_or_comes_beside_another_question(talking, opened, door):
     page = translated(opened(talking, f"#aa-bb:{SENTENCE}"))
     assert translation(page).inner_text()
@@ -388,6 +389,7 @@ def test_rows_from_right_to_left(server, opened):
     assert page.evaluate("document.activeElement === document.querySelectorAll('.token')[1]")
 
 
+@pytest.mark.soak
 def test_light_and_dark_can_be_read(server, opened):
     """Text on each colour, by the contrast that WCAG asks for (4.5)."""
     backs = set()

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from commands import STEP, run, touch_binarised
 from programs import HANGS, path_with, started, wait_until
+from sampling import soak
 from test_recipes import ROOT
 
 # In the place of srun, which starts the training: a process that takes its time to end, and one in the
@@ -64,7 +65,7 @@ def training(tmp_path, request):
 
 @pytest.mark.parametrize(
     "training, number",
-    [(MOE, signal.SIGTERM), (MOE, signal.SIGINT), (["demo.sh"], signal.SIGHUP)],
+    [soak(MOE, signal.SIGTERM), (MOE, signal.SIGINT), (["demo.sh"], signal.SIGHUP)],
     indirect=["training"],
 )
 def test_signal_reaches_training_and_is_waited_for(tmp_path, training, number):

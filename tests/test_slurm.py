@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 from commands import touch_binarised
 from programs import HANGS, path_with, started, wait_until
-from sampling import soak
 from test_recipes import ROOT
 
 from smoe_fairseq.recipes.methods import tables
@@ -100,7 +99,8 @@ echo "Submitted batch job $n$on"
 """
 
 
-@pytest.mark.parametrize("methods", [("smoe-4-4",), soak(())])
+@pytest.mark.soak
+@pytest.mark.parametrize("methods", [("smoe-4-4",), ()])
 def test_a_dry_run_of_a_table_prints_two_jobs_for_each_of_its_rows(tmp_path, cluster, methods):
     """Without methods, of all rows of the paper's."""
     touch_binarised(tmp_path, "m4")
