@@ -255,6 +255,16 @@ def equal(one, other):
     return all(torch.equal(one[name], other[name]) for name in one | other)
 
 
+def test_workers_draw_anew_in_each_epoch(data, tmp_path):
+    """Also those of a run that is resumed within an epoch, without a buffer."""
+    flags, updates = ["--subword-sampling", 0.2, "--max-update"], 14  # more than an epoch
+    workers = ["--num-workers", 1, "--data-buffer-size", 0]
+    alone = parameters(data, tmp_path / "alone", *flags, updates)
+    assert equal(alone, parameters(data, tmp_path / "whole", *flags, updates, *workers))
+    parameters(data, tmp_path / "parts", *flags, updates - 1, *workers)
+    assert equal(alone, parameters(data, tmp_path / "parts", *flags, updates, *workers))
+
+
 @pytest.mark.soak
 def test_zero_is_none_and_a_run_resumes_exactly(data, tmp_path):
     short, long = ["--max-update", 8], ["--max-update", 14]  # more than an epoch

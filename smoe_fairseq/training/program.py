@@ -63,11 +63,13 @@ def state_of_all_ranks(original, epochs):
 
 
 @replaces("fairseq.data.iterators:EpochBatchIterator._get_iterator_for_epoch")
-def shuffle_as_asked(original, epochs, epoch, shuffle, *others, **options):
-    """fairseq keeps the data loader of the first epoch, which ``--curriculum`` does not shuffle."""
-    if epochs.reuse_dataloader and epochs.dataloader is not None:
-        epochs.batch_sampler.shuffle = shuffle
-    return original(epochs, epoch, shuffle, *others, **options)
+def load_by_new_workers(original, epochs, *arguments, **options):
+    """fairseq keeps the data loader of the first epoch.
+
+    ``--curriculum`` would not shuffle it, and its workers would draw what they drew in the first epoch.
+    """
+    epochs.reuse_dataloader = False
+    return original(epochs, *arguments, **options)
 
 
 @replaces("fairseq.data.iterators:EpochBatchIterator.load_state_dict")
