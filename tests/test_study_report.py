@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from commands import step_here, succeeded
+from commands import refused, step_here, succeeded
 from sampling import soak
 from test_recipes import recipe, refusal
 from test_table import change_scores, write_translations
@@ -104,6 +104,11 @@ def test_a_committed_report_is_made_of_the_files_beside_it(report, tmp_path):
         about = json.loads(file.read_text())
         assert about["commit"] and about["machine"] and about["command"].startswith("SEED=")
         assert " /" not in about["command"]  # of any machine
+
+
+def test_without_runs_nothing_is_made(tmp_path):
+    refused(report_of(tmp_path), "results/multi30k")
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("metric", ["BLEU", "chrF++"])

@@ -38,9 +38,9 @@ def write_report(dataset: Dataset) -> None:
     if dataset.settings.dry_run:
         return
     folder = folder_of(dataset)
-    folder.mkdir(parents=True, exist_ok=True)
     own = [load_dataset(name, dataset.settings) for name in dataset.parts] or [dataset]
     everything, parts = [*map(_systems, own)], []
+    folder.mkdir(parents=True, exist_ok=True)
     for each in everything:
         parts.append({m: [r for r in rs if not r.diverged] or rs for m, rs in each.items()})
     systems = {} if dataset.parts else parts[0]
