@@ -9,6 +9,7 @@ import handmade
 import pytest
 import torch
 from commands import PLUGIN, hydra_train, load, refused, run
+from sampling import soak
 
 
 def train(data, save_dir, *flags, check=True, **how):
@@ -30,24 +31,31 @@ def log_lines(process, tag="train_inner"):
     return [json.loads(line) for line in lines]
 
 
-def test_resuming_equals_never_having_stopped(small_corpus, tmp_path):
+AVERAGED = ("--store-ema", "--ema-decay", 0.5, "--ema-update-freq", 2)
+FP16 = ("--fp16", "--fp16-no-flatten-grads", "--fp16-init-scale", 4)
+
+
+@pytest.mark.parametrize("precision", [soak(()), ("--bf16",), soak((*FP16, *AVERAGED))], ids=str)
+def test_resuming_equals_never_having_stopped(small_corpus, tmp_path, precision):
     """Dropout, sampled experts and virtual epochs included: same losses, same parameters, bit for bit.
 
     The second half continues from what the whole had saved at its middle.
     """
     flags = "--task translation_multi_simple_epoch --langs src,tgt --lang-pairs src-tgt".split()
     flags += ["--virtual-epoch-size", 20]
-    flags += ["--max-update", 6, "--save-interval-updates", 3]
+    flags += ["--max-update", 6, "--save-interval-updates", 3, *precision]
     whole = train(small_corpus, tmp_path / "whole", *flags)
     (middle,) = (tmp_path / "whole").glob("checkpoint_*_3.pt")
     second = train(small_corpus, tmp_path / "half", *flags, "--restore-file", middle)
     names = ("num_updates", "loss", "moe_gate_loss", "requested_capacity", "gnorm")
     lines = [[[line[n] for n in names] for line in log_lines(each)] for each in (second, whole)]
     assert len(lines[0]) == 3 and lines[0] == lines[1][3:]
-    want = load(tmp_path / "whole" / "checkpoint_last.pt")["model"]
-    got = load(tmp_path / "half" / "checkpoint_last.pt")["model"]
-    assert want.keys() == got.keys()
-    assert not [name for name, tensor in want.items() if not torch.equal(tensor, got[name])]
+    both = [load(tmp_path / x / "checkpoint_last.pt") for x in ("whole", "half")]
+    averages = [each["extra_state"].get("ema", {}) for each in both]
+    assert bool(averages[0]) == ("--store-ema" in precision)
+    for want, got in (averages, [each["model"] for each in both]):
+        assert want.keys() == got.keys()
+        assert not [name for name, tensor in want.items() if not torch.equal(tensor, got[name])]
 
 
 @pytest.mark.soak

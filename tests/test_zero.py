@@ -47,7 +47,6 @@ PRECISIONS = {
 }
 SWITCHED_ON = [(1, ()), (2, ZERO)]  # updates of each start
 SWITCHED_OFF_AND_ON = [(1, ZERO), (2, ()), (3, ZERO)]
-AT_ONCE = [(2, ZERO)]  # where checkpoints hold the model in half precision
 
 
 @pytest.mark.parametrize(
@@ -56,8 +55,8 @@ AT_ONCE = [(2, ZERO)]  # where checkpoints hold the model in half precision
         (2, "2-2-2-2", "fp32", SWITCHED_ON),
         soak(4, "2", "fp32", SWITCHED_OFF_AND_ON),
         soak(2, "4-4", "memory-efficient-fp16", SWITCHED_OFF_AND_ON),
-        soak(4, "2", "bf16", AT_ONCE),
-        soak(2, "4-4", "fp16", AT_ONCE),
+        soak(4, "2", "bf16", SWITCHED_ON),
+        soak(2, "4-4", "fp16", SWITCHED_OFF_AND_ON),
     ],
 )
 def test_beside_sharded_experts(
@@ -69,7 +68,7 @@ def test_beside_sharded_experts(
         for updates, zero in parts:
             arguments = sharded(small_corpus, tmp_path / name, *more, *zero)
             run = ranks.train(tmp_path / "logs", world_size, *arguments, "--max-update", updates)
-    assert len(starts) == 1 or f"@ {starts[-2][0]} updates" in run.output(0)
+    assert f"@ {starts[-2][0]} updates" in run.output(0)
     assert_same_sets(tmp_path / "zero", tmp_path / "plain")
 
 

@@ -151,6 +151,7 @@ def start_average_at_model(original, trainer, filename, *others, **options):
     trainer.ema.restore(parameters)
     if ema.ema_fp32:
         trainer.ema.build_fp32_params(extra_state.get("ema_fp32_params", parameters))
+    trainer.ema.update_freq_counter = trainer.get_num_updates() % ema.ema_update_freq
     return extra_state
 
 

@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from smoe_fairseq.compat.replacing import replaces
 
@@ -164,6 +164,13 @@ def copy_gradients(_, optimizer):
 @replaces("fairseq.optim.fp16_optimizer:_FP16OptimizerMixin._sync_fp32_params_to_fp16")
 def copy_parameters(_, optimizer):
     torch._foreach_copy_([p.data for p in optimizer.fp16_params], _float32(optimizer, "data"))
+
+
+def full_precision(optimizer) -> dict[nn.Parameter, Tensor]:
+    """The float32 copies by half-precision parameter; none where there are no copies."""
+    if not hasattr(optimizer, "fp32_params"):
+        return {}
+    return dict(zip(optimizer.fp16_params, _float32(optimizer, "data"), strict=True))
 
 
 def _float32(optimizer, attribute: str) -> list[Tensor]:

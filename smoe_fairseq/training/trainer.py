@@ -37,6 +37,7 @@ from smoe_fairseq.training import (
     text,
     translations,
 )
+from smoe_fairseq.training.foreach import full_precision
 from smoe_fairseq.training.gradients import ExpertNorm
 from smoe_fairseq.training.sharded_checkpoints import RESETS
 from smoe_fairseq.training.subword_sampling import sample_subwords
@@ -141,12 +142,23 @@ class SMoETrainer(Trainer):
         """With sharded experts, every rank saves a file."""
         return self.expert_placement is not None or super().should_save_checkpoint_on_current_rank
 
+    def _full_precision(self) -> Iterator[tuple[str, Tensor]]:
+        """The float32 copies of half-precision parameters, by name.
+
+        fairseq saves the parameters, as float32 too, so that resuming would round the copies.
+        """
+        full = full_precision(self.optimizer)
+        for name, parameter in self.get_model().named_parameters(remove_duplicate=False):
+            if parameter in full:
+                yield name, full[parameter]
+
     def state_dict(self):
         """fairseq's content, the dictionaries' checksums, and a record of the experts in this file.
 
         ``expert_parallel`` is false in its config, so that a consolidated checkpoint loads without flags.
         """
         state = super().state_dict()
+        state["model"].update(self._full_precision())
         state[trained_with.DICTIONARIES] = trained_with.dictionary_checksums(self.task)
         block = transformer.first_block(self.get_model())
         if block is None:
@@ -228,6 +240,12 @@ class SMoETrainer(Trainer):
         """As fairseq's, after checking the files. A finished run does not train further."""
         sharded_checkpoints.check_files(self, Path(filename), reset_optimizer)
         sharded_checkpoints.check_content(self, Path(filename), reset_optimizer)
+        if self._ema is None:
+            self._build_ema()  # its copy of the model would keep the hook
+        loaded: dict[str, Tensor] = {}
+        hook = self.get_model()._register_load_state_dict_pre_hook(
+            lambda state, *_: loaded.update(state)
+        )
         with naming_file(filename, f"its state, which {RESETS} leave out,"):
             try:
                 reset = reset_optimizer, reset_lr_scheduler
@@ -247,6 +265,11 @@ class SMoETrainer(Trainer):
                         f"{filename}: its training had {' '.join(flags)}; expected the same, or {RESETS}"
                     ) from error
                 raise
+            finally:
+                hook.remove()
+        if loaded:
+            for name, full in self._full_precision():
+                full.copy_(loaded[name])
         if extra_state is not None:
             self._check_loaded(filename, reset_optimizer)
             # For --finetune-from-model these arguments are set although the flags are not.
