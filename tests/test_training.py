@@ -10,6 +10,7 @@ import pytest
 import torch
 from commands import PLUGIN, hydra_train, load, refused, run
 from sampling import soak
+from test_several_processes import assert_equal, assert_same_bits
 
 
 def train(data, save_dir, *flags, check=True, **how):
@@ -31,11 +32,7 @@ def log_lines(process, tag="train_inner"):
     return [json.loads(line) for line in lines]
 
 
-AVERAGED = ("--store-ema", "--ema-decay", 0.5, "--ema-update-freq", 2)
-FP16 = ("--fp16", "--fp16-no-flatten-grads", "--fp16-init-scale", 4)
-
-
-@pytest.mark.parametrize("precision", [soak(()), ("--bf16",), soak((*FP16, *AVERAGED))], ids=str)
+@pytest.mark.parametrize("precision", [soak(()), ("--bf16",)], ids=str)
 def test_resuming_equals_never_having_stopped(small_corpus, tmp_path, precision):
     """Dropout, sampled experts and virtual epochs included: same losses, same parameters, bit for bit.
 
@@ -50,37 +47,45 @@ def test_resuming_equals_never_having_stopped(small_corpus, tmp_path, precision)
     names = ("num_updates", "loss", "moe_gate_loss", "requested_capacity", "gnorm")
     lines = [[[line[n] for n in names] for line in log_lines(each)] for each in (second, whole)]
     assert len(lines[0]) == 3 and lines[0] == lines[1][3:]
-    both = [load(tmp_path / x / "checkpoint_last.pt") for x in ("whole", "half")]
-    averages = [each["extra_state"].get("ema", {}) for each in both]
-    assert bool(averages[0]) == ("--store-ema" in precision)
-    for want, got in (averages, [each["model"] for each in both]):
-        assert want.keys() == got.keys()
-        assert not [name for name, tensor in want.items() if not torch.equal(tensor, got[name])]
+    whole, half = (load(tmp_path / x / "checkpoint_last.pt")["model"] for x in ("whole", "half"))
+    assert_equal(whole, half, "model")
+
+
+ADAM = "--optimizer adam --lr-scheduler"
+CONTINUED = (
+    f"{ADAM} reduce_lr_on_plateau --lr-patience 1 --lr-shrink 0.5 --lr-threshold 0.9",
+    f"{ADAM} fixed --lr 0.005,0.003 --force-anneal 2 --lr-shrink 0.5 --warmup-updates 5",
+    f"{ADAM} cosine --lr-period-updates 5 --t-mult 2 --lr-shrink 0.5 --warmup-updates 3",
+    f"{ADAM} triangular --max-lr 0.01 --lr-period-updates 6 --lr-shrink 0.7 --shrink-min",
+    f"{ADAM} tri_stage --warmup-steps 3 --hold-steps 4 --decay-steps 9",
+    f"{ADAM} polynomial_decay --total-num-update 20 --power 2 --warmup-updates 3",
+    f"{ADAM} step --lr-deacy-period 5 --lr-decay 0.5 --warmup-updates 3",
+    f"{ADAM} inverse_sqrt --warmup-updates 3 --clip-norm 0.1 --weight-decay 0.01 --num-workers 1",
+    "--optimizer adafactor",
+    "--optimizer nag --momentum 0.9",
+    "--optimizer sgd --momentum 0.9 --lr-scheduler fixed --lr 0.05",
+    "--optimizer adadelta --anneal-eps",
+    "--curriculum 1 --update-freq 2,1,3",
+    "--store-ema --ema-decay 0.5 --ema-update-freq 4 --ema-start-update 2",
+    "--fp16 --fp16-no-flatten-grads --fp16-init-scale 4 --store-ema --ema-fp32",
+    "--bf16 --moe-balance bias --moe-second-expert-policy all --moe-eom 0.2",
+)
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("stop", [("--max-epoch", 2), ("--max-update", 7)])
-def test_reduce_lr_on_plateau_continues(small_corpus, tmp_path, stop):
-    """At the end of an epoch, and in an epoch; with fewer improvements than it waits for."""
-    flags = ("--lr-scheduler", "reduce_lr_on_plateau", "--lr-patience", 1, "--lr-shrink", 0.5)
-    flags += ("--lr-threshold", 0.9, "--batch-size", 25, "--max-epoch", 6)
-    whole = train(small_corpus, tmp_path / "whole", *flags)
-    rates = [line["train_lr"] for line in log_lines(whole, "train")]
-    assert rates[0] > rates[-1]
-    train(small_corpus, tmp_path / "parts", *flags, *stop)
-    train(small_corpus, tmp_path / "parts", *flags)
-    whole, parts = (load(tmp_path / x / "checkpoint_last.pt")["model"] for x in ("whole", "parts"))
-    assert all(torch.equal(whole[name], parts[name]) for name in whole)
-
-
-@pytest.mark.soak
-def test_batches_are_shuffled_after_the_curriculum(small_corpus, tmp_path):
-    """Also by a run that was not interrupted."""
-    flags = ("--curriculum", 1, "--max-tokens", 99, "--disable-validation", "--max-epoch")
-    for folder, epochs in (("whole", 2), ("parts", 1), ("parts", 2)):
-        train(small_corpus, tmp_path / folder, *flags, epochs)
-    whole, parts = (load(tmp_path / x / "checkpoint_last.pt")["model"] for x in ("whole", "parts"))
-    assert all(torch.equal(whole[name], parts[name]) for name in whole)
+@pytest.mark.parametrize("stop", [("--max-epoch", 2), ("--max-update", 13)], ids=str)
+@pytest.mark.parametrize("flags", CONTINUED)
+def test_every_schedule_and_state_continues(small_corpus, tmp_path, flags, stop):
+    """At the end of an epoch, and in an epoch."""
+    flags = [*flags.split(), "--batch-size", 5, "--disable-validation", "--max-epoch", 3]
+    if "reduce_lr_on_plateau" in flags:
+        flags.remove("--disable-validation")
+    for folder, more in (("whole", ()), ("parts", stop), ("parts", ())):
+        run_ = train(small_corpus, tmp_path / folder, *flags, *more)
+        assert log_lines(run_, "train")
+    whole, parts = (load(tmp_path / x / "checkpoint_last.pt") for x in ("whole", "parts"))
+    assert_same_bits(whole, parts)
+    assert_equal(*(each["extra_state"].get("ema") for each in (whole, parts)), "average")
 
 
 @pytest.mark.soak
