@@ -126,6 +126,10 @@ def test_copies_of_half_precision(flat):
     ours._sync_fp32_params_to_fp16()
     _FP16OptimizerMixin._sync_fp32_params_to_fp16.__wrapped__(theirs)
     assert same(ours.fp16_params, theirs.fp16_params)
+    for values in foreach.full_precision(ours).values():
+        values.fill_(7)
+    ours._sync_fp32_params_to_fp16()
+    assert all((p == 7).all() for p in (*ours.fp16_params, *full[0]))
     ours.zero_grad()
     assert all(p.grad is None for p in ours.fp16_params)
     ours._sync_fp16_grads_to_fp32()
