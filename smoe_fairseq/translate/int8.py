@@ -19,7 +19,7 @@ from smoe_fairseq.errors import UsageError
 from smoe_fairseq.translate.packed import pack
 
 INT8_HELP = "compute in 8-bit integers: faster on a CPU, nearly the same translations"
-# oneDNN compiles a kernel for each number of rows, in 0.4 ms, so only multiples of this are used.
+# oneDNN compiles a kernel for each number of rows, in 0.4 ms: of more rows only multiples of this are used.
 STEP = 8
 _TINY = torch.finfo(torch.float32).tiny
 
@@ -61,7 +61,7 @@ def _product(q_NI: Tensor, zero: int, packed: Tensor, scale_O: Tensor, zeros_O: 
 
 
 def quantized_rows(x_NI: Tensor) -> tuple[Tensor, Tensor]:
-    """``q`` of type uint8, ``(N + STEP, I)`` with arbitrary last rows, and scales ``(N, 1)``.
+    """``q`` of type uint8, ``(N, I)`` or more with arbitrary last rows, and scales ``(N, 1)``.
 
     Row n is ``scale_n / levels() * (q_n - zero)``, with ``zero = levels() + 1``.
     """
