@@ -66,10 +66,14 @@ def state_of_all_ranks(original, epochs):
 def load_by_new_workers(original, epochs, *arguments, **options):
     """fairseq keeps the data loader of the first epoch.
 
-    ``--curriculum`` would not shuffle it, and its workers would draw what they drew in the first epoch.
+    ``--curriculum`` would not shuffle it, and its workers would draw what they drew in the first epoch. With
+    ``--skip-remainder-batch``, a resumed run would skip as many batches as it had done.
     """
     epochs.reuse_dataloader = False
-    return original(epochs, *arguments, **options)
+    skips, epochs.skip_remainder_batch = epochs.skip_remainder_batch, False
+    batches = original(epochs, *arguments, **options)
+    epochs.skip_remainder_batch = skips
+    return batches.take(batches.total - 1) if skips and batches is not None else batches
 
 
 @replaces("fairseq.data.iterators:EpochBatchIterator.load_state_dict")
@@ -112,6 +116,30 @@ def load_counts(original, schedule, state):
     original(schedule, state)
     for name in _COUNTS:
         setattr(schedule.lr_scheduler, name, state.get(name, 0))
+
+
+# The scaler of ``--fp16``, of which fairseq saves the scale alone.
+
+_HALVES = "fairseq.optim.fp16_optimizer:_FP16OptimizerMixin"
+_HALF_MEMORY = "fairseq.optim.fp16_optimizer:_MemoryEfficientFP16OptimizerMixin"
+_SCALER = "smoe_loss_scaler"
+
+
+@replaces(f"{_HALVES}.state_dict")
+@replaces(f"{_HALF_MEMORY}.state_dict")
+def save_scaler(original, optimizer):
+    if optimizer.scaler is None:
+        return original(optimizer)
+    counts = {name: n for name, n in vars(optimizer.scaler).items() if name.startswith("_")}
+    return original(optimizer) | {_SCALER: counts}
+
+
+@replaces(f"{_HALVES}.load_state_dict")
+@replaces(f"{_HALF_MEMORY}.load_state_dict")
+def load_scaler(original, optimizer, state, *overrides):
+    original(optimizer, state, *overrides)
+    if optimizer.scaler is not None:
+        vars(optimizer.scaler).update(state.get(_SCALER, {}))
 
 
 def end_epoch(trainer, extra_state: Mapping) -> None:
