@@ -1,6 +1,6 @@
 # make demo   train and evaluate an SMoE on the built-in corpus
 # make test   run the tests, in 5 to 12 minutes on two cores
-# make soak   run the long tests: kills, more settings, real launchers, in 9 to 23 minutes
+# make soak   run the long tests: kills, more settings, real launchers, in 11 to 23 minutes
 # make lint   check format and style
 # make docs   write the site of docs/ to build/site
 # make matrix run the tests with other versions of torch and Python: docs/compatibility.md
@@ -55,7 +55,7 @@ test: $(DONE)
 	@$(RUN) $(TEST) -n $(JOBS)
 
 soak: $(DONE)
-	@echo "The long tests, in $(JOBS) processes: 9 to 23 minutes on two cores"
+	@echo "The long tests, in $(JOBS) processes: 11 to 23 minutes on two cores"
 	@$(RUN) $(TEST) -m soak -n $(JOBS)
 
 lint: $(DONE)
