@@ -20,7 +20,7 @@ class Clock:
     def kinds(self, **seconds: float) -> dict:
         def kind(weight, bias, took):
             def layer(x):
-                self.now += took
+                self.now += took(len(x)) if callable(took) else took
                 self.calls += 1
 
             return layer
@@ -48,6 +48,12 @@ def test_the_choice_is_remembered(clock, second, chosen):
     assert calls and clock.calls == calls
     assert fastest.fastest(clock.kinds(c=1.0), WEIGHT) == "c"  # of a version without the others
     assert fastest.fastest(clock.kinds(a=1.0, b=0.1), WEIGHT[:2]) == "a"  # too small to be measured
+
+
+def test_numbers_of_rows_count_equally(clock):
+    kinds = clock.kinds(a=1.0, b=lambda rows: 0.5 if rows == 5 else 1.5)
+    assert fastest.fastest(kinds, WEIGHT) == "b"
+    assert fastest.fastest(kinds, torch.ones(512, 512), rows=(5, 40)) == "a"
 
 
 @pytest.mark.parametrize("content", ["", "[]", '{"x": 1}', None])

@@ -10,7 +10,7 @@ from test_exit_bias import exit_bias
 from smoe_fairseq.analysis.capacity import training_capacity
 from smoe_fairseq.modules import StratifiedMoE, inference
 from smoe_fairseq.modules.config import MoEConfig
-from smoe_fairseq.translate.int8 import Int8Linear, levels
+from smoe_fairseq.translate.int8 import FbgemmLinear, Int8Linear, has_fbgemm, levels
 from smoe_fairseq.translate.packed import PackedExperts, PackedLinear, can_pack
 
 OPTIONS = {
@@ -121,10 +121,11 @@ def test_a_chain_of_passes():
     compare(block_of("8", chain=3), torch.randn(9, 1, 16))
 
 
-@pytest.mark.parametrize("linear", [PackedLinear, Int8Linear])
+@pytest.mark.parametrize("linear", [PackedLinear, Int8Linear, FbgemmLinear])
 @pytest.mark.parametrize("strata", STRATA)
 def test_with_packed_experts(strata, linear):
-    if not (can_pack() if linear is PackedLinear else levels()):
+    exists = {PackedLinear: can_pack, Int8Linear: levels, FbgemmLinear: has_fbgemm}
+    if not exists[linear]():
         pytest.skip("this CPU has no such products")
     block = block_of(strata)
     experts = block.experts

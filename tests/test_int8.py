@@ -12,7 +12,14 @@ from smoe_fairseq.models import SMoETransformerModel
 from smoe_fairseq.models.transformer import moe_blocks
 from smoe_fairseq.modules import StratifiedMoE
 from smoe_fairseq.translate import int8, packed
-from smoe_fairseq.translate.int8 import Int8Linear, check_int8, levels, quantize
+from smoe_fairseq.translate.int8 import (
+    FbgemmLinear,
+    Int8Linear,
+    check_int8,
+    has_fbgemm,
+    levels,
+    quantize,
+)
 from smoe_fairseq.translate.search import BeamSearch, SearchOptions
 from smoe_fairseq.translate.text import BatchTranslator, Options, device_of
 
@@ -20,6 +27,13 @@ from smoe_fairseq.translate.text import BatchTranslator, Options, device_of
 @pytest.fixture(autouse=True)
 def seed():
     torch.manual_seed(3)
+
+
+@pytest.fixture(params=[Int8Linear, FbgemmLinear])
+def linear(request):
+    if request.param is FbgemmLinear and not has_fbgemm():
+        pytest.skip("this torch lacks fbgemm's product for this CPU")
+    return request.param
 
 
 def rounded(x_NI, most: int):
@@ -30,7 +44,7 @@ def rounded(x_NI, most: int):
 
 @pytest.mark.parametrize("most", [127, 63])
 @pytest.mark.parametrize("rows", [0, 1, 7, 8, 9, 40])
-def test_a_linear_map_is_that_of_the_rounded_numbers(monkeypatch, rows, most):
+def test_a_linear_map_is_that_of_the_rounded_numbers(linear, monkeypatch, rows, most):
     if most > levels():
         pytest.skip("this CPU adds products in 16 bits, which saturate")
     monkeypatch.setattr(int8, "levels", lambda: most)
@@ -39,30 +53,31 @@ def test_a_linear_map_is_that_of_the_rounded_numbers(monkeypatch, rows, most):
     x_NI[3:4] = 0
     (q_NI, scale_N1), (w_OI, scale_O1) = rounded(x_NI, most), rounded(weight_OI, 127)
     expected = scale_N1 * scale_O1.t() * (q_NI @ w_OI.t()) + bias_O
-    found = Int8Linear(weight_OI, bias_O)(x_NI.unsqueeze(0)).squeeze(0)
+    found = linear(weight_OI, bias_O)(x_NI.unsqueeze(0)).squeeze(0)
     # A number half way between two may become either.
     assert torch.allclose(found, expected, atol=0.03) and (found - expected).abs().sum() < 0.1
-    without = Int8Linear(weight_OI, None)(x_NI)
+    without = linear(weight_OI, None)(x_NI)
     assert torch.allclose(without, found - bias_O, atol=1e-5)
     if rows:
-        rows = [Int8Linear(weight_OI, None)(x) for x in x_NI.split(1)]
+        rows = [linear(weight_OI, None)(x) for x in x_NI.split(1)]
         assert torch.equal(without, torch.cat(rows))
 
 
-def test_levels_leave_room_for_the_largest_sums():
+def test_levels_leave_room_for_the_largest_sums(linear):
     most = levels()
     weight_OI = torch.full((16, 512), 2.0)
-    y_NO = Int8Linear(weight_OI, None)(torch.full((3, 512), -5.0))
+    y_NO = linear(weight_OI, None)(torch.full((3, 512), -5.0))
     assert most in (63, 127) and torch.allclose(y_NO, torch.tensor(-5120.0))
 
 
 @pytest.mark.parametrize("strata", ["8", "2-2-2-2"])
-def test_experts_are_linear_maps_one_after_the_other(strata, everything):
+def test_experts_are_linear_maps_one_after_the_other(strata, linear, everything, monkeypatch):
     block = StratifiedMoE(24, 40, strata, top_k=2).eval()
     expected = [
-        [Int8Linear(*each) for each in zip(*pair, strict=True)]
+        [linear(*each) for each in zip(*pair, strict=True)]
         for pair in ((block.experts.w1, block.experts.b1), (block.experts.w2, block.experts.b2))
     ]
+    monkeypatch.setattr(int8, "fastest_int8", linear)
     model = torch.nn.Module()
     model.moe, model.other = block, torch.nn.Linear(3, 3)
     with torch.inference_mode():
@@ -143,6 +158,15 @@ def test_other_devices_are_refused():
         assert said.splitlines()[-1] == (
             "error: --int8 with --device meta: int8 is for a CPU; expected --device cpu"
         )
+
+
+def test_another_text_of_a_batch_changes_nothing(linear):
+    """However large its numbers are."""
+    x_NI = torch.randn(5, 64)
+    layer = linear(torch.randn(32, 64), None)
+    expected = layer(x_NI)[:4]
+    x_NI[4] *= 1e30
+    assert torch.equal(layer(x_NI)[:4], expected)
 
 
 @pytest.fixture

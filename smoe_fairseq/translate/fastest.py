@@ -10,7 +10,7 @@ import os
 import platform
 import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -25,42 +25,48 @@ MEMORY = Path(
     os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "smoe-fairseq/products.json"
 )
 LEAST_WEIGHTS = 1 << 17  # of a matrix that is measured
-_ROWS = 5  # of a step for one sentence
+ROWS = (5,)  # of a step for one sentence
 _ROUNDS = 3
+_TICK = 1e-9  # for a clock that moves in large steps
 _MARGIN = 0.8  # another than the first has to take less of its time, else noise could decide
 
 
-def fastest(kinds: Mapping[str, Callable], weight_OI: Tensor) -> str:
+def fastest(kinds: Mapping[str, Callable], weight_OI: Tensor, rows: Sequence[int] = ROWS) -> str:
     """The name of the kind of linear layer that is the fastest, or the first if none is much faster.
 
     Args:
         kinds: they create a layer from a weight and a bias.
+        rows: the numbers of rows that count equally.
     """
     if weight_OI.numel() < LEAST_WEIGHTS:
         return next(iter(kinds))
-    known, key = _remembered(), f"{_machine()}: {'x'.join(map(str, weight_OI.shape))}"
+    known, machine = _remembered(), f"{_machine()}, {' or '.join(kinds)}"
+    key = f"{machine}: {'x'.join(map(str, weight_OI.shape))}"
     if known.get(key) not in list(kinds):
-        known[key] = _measured(
-            {name: kind(weight_OI, None) for name, kind in kinds.items()}, weight_OI
-        )
+        layers = {name: kind(weight_OI, None) for name, kind in kinds.items()}
+        known[key] = _measured(layers, weight_OI, rows)
         with suppress(OSError, UsageError):  # a folder that cannot be written, as in a container
             MEMORY.parent.mkdir(parents=True, exist_ok=True)
             write_whole(MEMORY, json.dumps(known | _file(), indent=1) + "\n")
     return known[key]
 
 
-def _measured(layers: Mapping[str, Callable[[Tensor], Tensor]], weight_OI: Tensor) -> str:
-    x_NI = weight_OI.new_ones(_ROWS, weight_OI.shape[1])
-    seconds = dict.fromkeys(layers, float("inf"))
-    with one_thread():
-        for again in range(1 + _ROUNDS):
-            for name, layer in layers.items():
-                start = time.thread_time()
-                layer(x_NI)
-                if again:
-                    seconds[name] = min(seconds[name], time.thread_time() - start)
-    first, best = next(iter(layers)), min(seconds, key=seconds.get)
-    return best if seconds[best] < _MARGIN * seconds[first] else first
+def _measured(layers: Mapping[str, Callable], weight_OI: Tensor, rows: Sequence[int]) -> str:
+    first, times = next(iter(layers)), dict.fromkeys(layers, 0.0)
+    for number in rows:
+        x_NI = weight_OI.new_ones(number, weight_OI.shape[1])
+        seconds = dict.fromkeys(layers, float("inf"))
+        with one_thread():
+            for again in range(1 + _ROUNDS):
+                for name, layer in layers.items():
+                    start = time.thread_time()
+                    layer(x_NI)
+                    if again:
+                        seconds[name] = min(seconds[name], time.thread_time() - start)
+        for name, one in seconds.items():
+            times[name] += one / max(seconds[first], _TICK) / len(rows)
+    best = min(times, key=times.get)
+    return best if times[best] < _MARGIN else first
 
 
 @functools.cache
