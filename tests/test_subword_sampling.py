@@ -11,6 +11,7 @@ import torch
 from commands import PLUGIN, load, refused, run, smoe, step_here
 from fairseq import options, tasks
 from fairseq.data import Dictionary
+from fairseq.data.indexed_dataset import MMapIndexedDataset, MMapIndexedDatasetBuilder
 from test_recipes import write_dataset
 
 from smoe_fairseq.recipes.data import readers
@@ -274,6 +275,56 @@ def test_zero_is_none_and_a_run_resumes_exactly(data, tmp_path):
     assert not equal(none, parameters(data, tmp_path / "parts", *short, *flags))
     whole = parameters(data, tmp_path / "whole", *flags, *long)
     assert equal(whole, parameters(data, tmp_path / "parts", *flags, *long))
+
+
+@pytest.fixture(scope="module")
+def shards(data, tmp_path_factory):
+    """The data in two folders, which have different parts of the two pairs' sentences."""
+    folder = tmp_path_factory.mktemp("shards")
+    for number in (0, 1):
+        shard = shutil.copytree(data, folder / str(number))
+        for file in shard.glob("train.*.bin"):
+            whole, part = str(data / file.stem), str(file.with_suffix(""))
+            text, builder = MMapIndexedDataset(whole), MMapIndexedDatasetBuilder(f"{part}.bin")
+            first = 2 * len(text) // (3 if "nso" in part else 5)
+            for i in range(len(text))[first:] if number else range(first):
+                builder.add_item(text[i])
+            builder.finalize(f"{part}.idx")
+    return f"{folder / '0'}:{folder / '1'}"
+
+
+EPOCHS = "--virtual-epoch-size", 150
+PARTS = {
+    "sampled": [*EPOCHS, "--subword-sampling", 0.2],
+    "shards": [],
+    "shards-in-parts": EPOCHS,
+    "shards-in-parts-of-a-known-size": [*EPOCHS, "--virtual-data-size", 450],
+}
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("name", PARTS)
+def test_parts_of_the_data_continue(data, shards, tmp_path, name):
+    """Within and after epochs that read parts of the data, and within the first that reads other text."""
+    words = [*TASKS["multilingual"], *SIZES, "--batch-size", 40, *PARTS[name], "--save-dir"]
+    text = shards if name.startswith("shards") else data
+
+    def trained(folder, *limit):
+        folder = tmp_path / folder
+        run("fairseq-train", text, "--user-dir", PLUGIN, *words, folder, *limit)
+        return load(folder / "checkpoint_last.pt")
+
+    whole = trained("whole", "--max-epoch", 9)
+    updates = whole["optimizer_history"][-1]["num_updates"]
+    stops = [("--max-epoch", epoch) for epoch in (3, 6)]
+    stops += [("--max-update", updates * part // 16) for part in (7, 9, 15)]
+    others = []
+    for stop in stops:
+        folder = "-".join(map(str, stop))
+        trained(folder, *stop)
+        if not equal(whole["model"], trained(folder, "--max-epoch", 9)["model"]):
+            others.append(stop)
+    assert not others
 
 
 def test_a_model_that_is_none_is_named(data, tmp_path):

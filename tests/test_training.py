@@ -69,7 +69,7 @@ CONTINUED = (
     "--store-ema --ema-decay 0.5 --ema-update-freq 4 --ema-start-update 2",
     "--fp16 --fp16-no-flatten-grads --fp16-init-scale 4 --fp16-scale-window 5 --store-ema --ema-fp32",
     "--memory-efficient-fp16 --fp16-scale-window 5 --fp16-scale-tolerance 0.25",
-    "--skip-remainder-batch",
+    "--skip-remainder-batch --update-ordered-indices-seed",
     "--bf16 --moe-balance bias --moe-second-expert-policy all --moe-eom 0.2",
 )
 

@@ -150,13 +150,46 @@ def end_epoch(trainer, extra_state: Mapping) -> None:
         trainer.lr_step(position["epoch"] - 1, loss)
 
 
+# The shard of training data of which an epoch reads a part, with ``--virtual-epoch-size``. A run of fairseq
+# knows the next one only from the epochs that it has read.
+
+SHARD = "shard"  # key of a checkpoint's "extra_state"
+
+
+def shard_of(data) -> dict:
+    """The number of the data set's shard, and whether the next epoch reads the next one."""
+    if not hasattr(data, "shard_epoch"):
+        return {}
+    follows = bool(data.load_next_shard)
+    return {"number": data.shard_epoch - follows, "follows": follows}
+
+
+def continue_shard(task, extra_state: Mapping) -> None:
+    """Let the task load a checkpoint's shard, or the next one if that follows the end of an epoch."""
+    shard, position = extra_state.get(SHARD), extra_state.get("train_iterator") or {}
+    if shard and not position.get("iterations_in_epoch"):
+        follows = shard["follows"]
+        shard = {"number": shard["number"] + follows, "follows": False, "stays": not follows}
+    vars(task)[SHARD] = shard
+
+
 @replaces(
     "fairseq.tasks.translation_multi_simple_epoch:TranslationMultiSimpleEpochTask.load_dataset"
 )
-def load_once(original, task, split, *arguments, **options):
+def load_shard(original, task, split, epoch=1, **options):
     """Keeps what is loaded, for ``--train-subset valid``: fairseq fails unless the data has shards."""
-    if split not in task.datasets or task.has_sharded_data(split):
-        original(task, split, *arguments, **options)
+    if split in task.datasets and not task.has_sharded_data(split):
+        return
+    is_training = split == getattr(task.args, "train_subset", None)
+    shard = vars(task).pop(SHARD, None) if is_training else None
+    if shard:
+        task.data_manager.estimate_global_pass_epoch = lambda epoch: shard["number"]
+    original(task, split, epoch=epoch, **options)
+    if shard:
+        data = task.dataset(split)
+        begins = (epoch - 1) % data.num_virtual_epochs == 0
+        if shard["follows"] or (shard.get("stays") and begins):
+            data.load_next_shard, data.shard_epoch = True, shard["number"] + 1
 
 
 # Options of ``fairseq-generate`` and ``fairseq-interactive``.

@@ -61,10 +61,12 @@ def sample_subwords(task, subset: str, alpha: float, seed: int, most: tuple[int,
     def load_dataset(split, epoch=1, **others):
         def sampled(pairs):
             is_sampled = isinstance(pairs, SampledPairs)
-            return pairs if is_sampled else SampledPairs(pairs, samplers, seed, most, epoch)
+            return pairs if is_sampled else SampledPairs(pairs, samplers, seed, most, first)
 
         load(split, epoch=epoch, **others)
         dataset = task.datasets[split]
+        # fairseq tells the first of the virtual epochs that read all data once.
+        first = epoch - (epoch - 1) % getattr(dataset, "num_virtual_epochs", 1)
         if split == subset and isinstance(getattr(dataset, "datasets", None), list):
             dataset.datasets = [sampled(part) for part in dataset.datasets]
         elif split == subset:

@@ -105,6 +105,9 @@ class SMoETrainer(Trainer):
         if numbers and numbers[0] and all(numbers[0] == each for each in numbers):
             with open_dict(cfg):  # also the defaults, which a plugin may change
                 cfg.model.moe_gate_options = number_text(numbers[0])
+        if cfg.dataset.update_ordered_indices_seed:  # else fairseq keeps the first epoch's batches
+            with open_dict(cfg):
+                cfg.dataset.update_epoch_batch_itr = True
         self.expert_placement = place = transformer.placement_of(model)
         self.save_name = self.epoch_iterator = None
         self.crash_name = sharded_checkpoints.new_save_name()
@@ -211,6 +214,8 @@ class SMoETrainer(Trainer):
         """
         extra_state = {**extra_state, program.EARLY_STOP: program.early_stop()}
         extra_state[program.SELECTED_BY] = program.selected_by(self.cfg)
+        data = self.task.datasets.get(self.cfg.dataset.train_subset)
+        extra_state[program.SHARD] = program.shard_of(data)
         if self.epoch_iterator is not None:
             extra_state.setdefault("train_iterator", self.epoch_iterator.state_dict())
         if self.save_name is not None:
@@ -277,6 +282,8 @@ class SMoETrainer(Trainer):
                 self._continue_selection(extra_state)
             if not (reset_optimizer or reset_lr_scheduler):
                 program.end_epoch(self, extra_state)
+            if not (reset_meters or self.cfg.checkpoint.reset_dataloader):
+                program.continue_shard(self.task, extra_state)
         # fairseq checks these limits only after an update and a validation, so it would train further.
         optimization = self.cfg.optimization
         for flag, limit, count in (
