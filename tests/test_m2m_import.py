@@ -280,7 +280,7 @@ WRONG = [  # a file, the values that it gets or None without it, and what the se
     ("config.json", {"d_model": "32"}, "d_model"),
     ("adapter_config.json", {"peft_type": "LORA"}, "adapter_config.json"),
     (SETTINGS, {"legacy_behaviour": True}, "legacy_behaviour"),
-    (SETTINGS, {"additional_special_tokens": [], "added_tokens_decoder": {}}, SETTINGS),
+    (SETTINGS, {"added_tokens_decoder": {}}, SETTINGS),
     (SETTINGS, ADDED, "'a'"),
     (SETTINGS, {"tokenizer_class": "MBart50Tokenizer"}, "tokenizer_class"),
     ("config.json", {"decoder_start_token_id": 0}, "decoder_start_token_id"),

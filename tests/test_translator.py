@@ -5,6 +5,7 @@ import importlib.util
 import math
 import multiprocessing
 import os
+import pickle
 import re
 import shutil
 import sys
@@ -149,6 +150,8 @@ def test_a_copy_has_its_own_weights(prepared):
     model = SMoETransformerModel.from_pretrained(prepared / "runs/tiny/smoe-2-2")
     given = {"source_lang": "en", "target_lang": "fr", "max_len_b": 9}
     before = model.translations(["a b"], **given)[0].hypotheses[0].score
+    with pytest.raises(TypeError, match="from_pretrained"):
+        pickle.dumps(model)
     other = copy.deepcopy(model)
     with torch.no_grad():
         other.models[0].decoder.layers[0].fc1.weight.add_(1)

@@ -23,7 +23,6 @@ _FORM = {
     "tokenizer_class?": (None, {"M2M100Tokenizer", "NllbTokenizer", "NllbTokenizerFast", _SMALL}),
     "legacy_behaviour?": (None, bool),
     "language_codes?": str,
-    "additional_special_tokens?": (None, [str]),
     "added_tokens_decoder?": (None, {re.compile(r"\d{1,8}"): {"content": str}}),
 }
 # The codes of M2M-100 and of WMT21's models in the order of their tokens, which their folders do not list.
@@ -126,8 +125,8 @@ def _vocabulary(folder: Path) -> tuple[list[str], list[str], bytes]:
             token = f"__{languages[-1]}__"
         words.append(token)
     if len(languages) < 2:
-        expected = "expected tokens of languages, like eng_Latn, in additional_special_tokens"
-        raise UsageError(f"{folder / _SETTINGS}: {expected}")
+        expected = "expected tokens of languages, like eng_Latn, in added_tokens_decoder"
+        raise UsageError(f"{folder / _SETTINGS}: {expected}, or the file tokenizer.json")
     if wrong := next(
         (w for w, n in Counter(words).items() if n > 1 or not _WORD.fullmatch(w)), None
     ):
@@ -167,12 +166,8 @@ def _nllb(folder: Path, settings: Mapping) -> tuple[list[str], dict[int, str], b
             raise UsageError(f"{file} and {tokenizer.name} differ; expected the same tokens")
         if not tokenizer.exists():
             words = pieces
+            # Other lists have no ids: transformers 4 has <mask> behind the languages, 5 before them.
             tokens = {i: token for i, token in _added(folder, settings).items() if i >= len(words)}
-            special = settings.get("additional_special_tokens")
-            if special is None and (listed := folder / "special_tokens_map.json").exists():
-                special = read_json(listed, _FORM).get("additional_special_tokens")
-            special = special or []
-            tokens = tokens or dict(enumerate([*special, "<mask>"], len(words)))
     return words, tokens, subwords
 
 

@@ -181,6 +181,14 @@ class TrainedModel(GeneratorHubInterface):
         made.engines = {}
         return made
 
+    def __copy__(self) -> "TrainedModel":
+        made = object.__new__(type(self))
+        vars(made).update(vars(self))
+        return made
+
+    def __reduce__(self):
+        raise TypeError("a loaded model cannot be pickled: call from_pretrained in each process")
+
     @classmethod
     @without_default_device()
     def of_run(
