@@ -25,9 +25,11 @@ def import_plugin(name: str) -> None:
     path = Path(name)
     file = (path / "__init__.py" if path.is_dir() else path).resolve()
     kinds = "a folder with __init__.py, a file that ends in .py, or a module that Python finds"
-    missing = UsageError(f"plugin {name}: expected {kinds}; several are joined by {os.pathsep!r}")
+    is_path = path.is_dir() or path.suffix == ".py"
+    lacks = f"{file} is missing; " * is_path + f"expected {kinds}"
+    missing = UsageError(f"plugin {name}: {lacks}; several are joined by {os.pathsep!r}")
     try:
-        if not path.is_dir() and path.suffix != ".py":
+        if not is_path:
             importlib.import_module(name)
         elif file.is_file():
             _import_file(file, path.stem)

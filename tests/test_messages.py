@@ -124,6 +124,7 @@ def test_messages_without_a_translation_of_their_own_are_left_out(tmp_path, give
     [
         ("~File and _Edit, Pla_ce", "File and Edit, Place"),
         ("%AVERAGE_VALUE of HID_X in com_sun_star", "%AVERAGE_VALUE of HID_X in com_sun_star"),
+        ('"LibreOffice_", "_Tools"', '"LibreOffice_", "Tools"'),
         ('<ahelp hid=".">Opens <emph>File</emph>.</ahelp>', "Opens File."),
         ('\\<emph\\>Old\\</emph\\> \\"escapes\\"', 'Old "escapes"'),
         ("<bookmark_value>one</bookmark_value><bookmark_value>two</bookmark_value>", "one two"),

@@ -13,10 +13,12 @@ from itertools import cycle, product
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import sentencepiece
 import yaml
 from commands import refused, step_here, succeeded
+from fairseq.data.indexed_dataset import MMapIndexedDataset
 from test_recipes import write_dataset, write_text
 
 from smoe_fairseq.errors import UsageError
@@ -272,6 +274,9 @@ NAMED = {  # files, and the settings with which alone they are found; None: ther
     "twice": (["tsv/en-ha/train.tsv", "json/en-ha/train.json"], None),
     "both orders": (["en-ha/train.tsv", "ha-en/train.tsv"], None),
     "others": (["train.en-sw.tsv", "dev.en-sw.tsv"], None),
+    "twice in folders": (["en-ha.tsv", "en-ha/en-ha.tsv"], None),
+    "twice in parts": (["*.txt", "en-ha/train.tsv"], None),
+    "twice within a folder": (["en-ha/en-ha.tsv", "tsv/en-ha/en-ha.tsv"], None),
     "pattern": (["en-ha/train.tsv", "en-ha/valid.tsv"], {}),
     "order": (
         ["en-ha/en_to_ha.tsv", "en-ha/dev.tsv"],
@@ -314,7 +319,7 @@ def test_names_that_files_have(tmp_path, dataset, kind):
         wanted = r"expected (train|valid).en-ha.tsv, or .*{splits: {\1: .*{files: "
         wanted = r"/train\.ha is missing" if kind.startswith("half") else wanted
         listed = Path(names[-1]).name
-        if kind in ("twice", "both orders", "meant pattern"):
+        if kind.startswith(("twice", "both orders", "meant pattern")):
             wanted, listed = "both match", str(Path(names[-1]).parent)
         with pytest.raises(UsageError, match=wanted) as refused:
             gather(own, tmp_path, tmp_path / "raw")
@@ -908,3 +913,25 @@ def test_tests_in_the_training_text_of_other_pairs(tmp_path):
             assert ("0 / 0 / 0 / 1 (!)" in row, "0 / 0 / 0 / 0 " in row) == (leaks, not leaks)
             assert (f"{pair}: 1 sentences" in done.stderr) == leaks
     assert found["drop-all"]["overlap"] == found["drop"].get("overlap", 0) + 1
+
+
+@pytest.mark.parametrize("settings", [{"one-way": True}, {"task": {"decoder-langtok": True}}])
+def test_pairs_are_too_long_if_a_direction_skips_them(tmp_path, settings):
+    """By default the source has the token of a language, and the target none."""
+    raw = write_text(tmp_path / "text", "en-fr", train=100, valid=20, test=12)
+    one_way, limit = "one-way" in settings, 20
+    for number, language in enumerate(("en", "fr")):
+        lines = (f"{'a ' * ((5 + 3 * number) * i % 23 + 3)}\n" for i in range(100))
+        (raw / f"train.en-fr.{language}").write_text("".join(lines))
+    positions = {"max-source-positions": limit, "max-target-positions": limit}
+    content = {"subwords": {"vocab-size": 30}, "train": positions, **settings}
+    given = write_dataset(tmp_path / "c", "tiny", pairs=["en-fr"], **content)
+    done = succeeded(step_here("prepare", "tiny", cwd=tmp_path, RAW=str(raw), WORKERS="1", **given))
+    prefix = tmp_path / "data/tiny/bin/train.en-fr"
+    texts = [MMapIndexedDataset(f"{prefix}.{language}") for language in ("en", "fr")]
+    first, second = (text.sizes for text in texts)
+    skipped = (first + 1 > limit) | (second + (not one_way) > limit)
+    both = (np.maximum(first, second) + 1 > limit).sum()
+    assert 0 < skipped.sum() < both if one_way else skipped.sum() == both
+    (row,) = (line for line in done.stdout.splitlines() if line.startswith("| en-fr"))
+    assert int(row.split("|")[9]) == skipped.sum()

@@ -97,7 +97,7 @@ class Options(SearchOptions):
             "flag": "--sentences",
         },
     )
-    divide_above: int = option(200, "translate a line of more tokens sentence by sentence", 1)
+    divide_above: int = option(200, "divide a line of more tokens at ends of sentences", 1)
     nbest: int = 1
     prefix: str = ""
     requested: bool = False

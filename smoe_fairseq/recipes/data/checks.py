@@ -19,7 +19,7 @@ from smoe_fairseq.recipes.data.binarise import UNKNOWN, read_index, token_dtype
 from smoe_fairseq.recipes.data.faults import MAX_RATIO, MAX_WORDS, SIDES, Faults
 from smoe_fairseq.recipes.data.normalization import unquoted
 from smoe_fairseq.recipes.data.text_files import parallel_map
-from smoe_fairseq.recipes.datasets import Dataset
+from smoe_fairseq.recipes.datasets import Dataset, both_orders
 from smoe_fairseq.recipes.evaluation.metrics import tokenizer_of
 from smoe_fairseq.recipes.folders import LEFT_OUT, Folders, shard_folders
 from smoe_fairseq.recipes.pretrained import source_of
@@ -36,9 +36,9 @@ read, kept: pairs of the training text, before and after cleaning. Pairs that we
 fault: empty: a side is empty; repeated: an earlier pair is the same; equal: both sides are the same;
 overlap: a side is also in the test set or, with clean.overlap, in the validation set; over 1:{ratio:g}: one
 side has more than {ratio:g} times the words of the other; too long: dropped by clean.max-words, or longer
-than the model allows and never trained on. Tests in training: distinct test sentences that are also in the
-kept text; unknown: tokens in it without a subword; best BLEU, best chrF++: the highest scores that are
-possible with these subwords"""
+than the model allows, so that a direction skips them. Tests in training: distinct test sentences that are
+also in the kept text; unknown: tokens in it without a subword; best BLEU, best chrF++: the highest scores
+that are possible with these subwords"""
 
 
 @dataclass
@@ -141,18 +141,25 @@ def _left_out(file: Path, pair: str) -> Counter:
 
 def _binarised(dataset: Dataset, binary: Path, pair: str) -> Counter:
     """Counts of training pairs longer than the model's positions, and of (unknown) subwords by language."""
-    limit = min(int(value_of(dataset.train, x, FAIRSEQ_POSITIONS)) for x in _POSITIONS)
-    counts = Counter()
+    limits = [int(value_of(dataset.train, name, FAIRSEQ_POSITIONS)) for name in _POSITIONS]
+    if not dataset.task.get("lang-tok-replacing-bos-eos"):
+        for i, name in enumerate(("encoder-langtok", "decoder-langtok")):
+            limits[i] -= bool(dataset.task.get(name))
+    counts, directions = Counter(), {*both_orders(pair)} & {*dataset.directions}
     for folder in shard_folders(binary):
-        lengths = []
+        lengths = {}
         for language in pair.split("-"):
             name = folder / f"train.{pair}.{language}"
-            lengths.append(read_index(Path(f"{name}.idx")))
+            lengths[language] = read_index(Path(f"{name}.idx"))
             content = np.fromfile(f"{name}.bin", dtype=token_dtype(Path(f"{name}.idx")))
-            counts["subwords", language] += len(content) - len(lengths[-1])  # without ends
+            counts["subwords", language] += len(content) - len(lengths[language])  # without ends
             counts["unknown", language] += int((content == UNKNOWN).sum())
-        # Each side is source and target once, and gets a language token.
-        counts["too long"] += int((np.maximum(*lengths) + 1 > limit).sum())
+        skipped = [
+            lengths[language] > limit
+            for direction in directions
+            for language, limit in zip(direction.split("-"), limits, strict=True)
+        ]
+        counts["too long"] += int(np.logical_or.reduce(skipped).sum())
     counts["unknown"] = sum(counts["unknown", language] for language in pair.split("-"))
     return counts
 
@@ -236,10 +243,13 @@ def _advice(row: Row, dataset: Dataset) -> Iterator[tuple[str, dict[str, dict]]]
         unlike = f"one side has more than {MAX_RATIO} times the words of the other"
         yield f"in {number:,} training pairs {unlike}", {"clean": {"max-ratio": MAX_RATIO}}
     if long := counts["too long"]:
-        never = "training pairs longer than the model's positions are never trained on"
+        skipped = "a direction or both skip training pairs longer than the model's positions"
         usual = "max-words" not in clean and not dataset.train.keys() & {*_POSITIONS}
         limits = f"{'drop them, or ' * usual}set {' and '.join(_POSITIONS)} in `train`"
-        yield f"{never} ({long:,}); {limits}", {"clean": {"max-words": MAX_WORDS}} if usual else {}
+        yield (
+            f"{skipped} ({long:,}); {limits}",
+            {"clean": {"max-words": MAX_WORDS}} if usual else {},
+        )
     if marked := counts["marked tests"]:
         marks = "have \u2581, a mark of subwords: give plain text"
         yield f"{marked:,} pairs of the test set {marks}", {}

@@ -80,7 +80,8 @@ def find(dataset: Dataset, source: Path, split: str, pair: str) -> Section | Non
     compressed. ``raw.splits`` gives other names of the splits. Names of languages match by meaning if none is
     the same.
 
-    Raises UsageError if several match, and for settings that give one text to train and to validate or test.
+    Raises UsageError if several match, in the pair's own folders too, and for settings that give one text to
+    train and to validate or test.
     """
     languages = pair.split("-")
     codes = dataset.raw.get("codes", {})
@@ -93,10 +94,25 @@ def find(dataset: Dataset, source: Path, split: str, pair: str) -> Section | Non
         _check_other("source.splits", names, split, dataset)
         load = functools.partial(elsewhere.read_datasets, dataset.source, split, in_source)
         return make(dict.fromkeys(languages), elsewhere=load)
+    place = _Place(source, languages, codes, dataset.languages)
+    found = _directly(dataset, place, split, pair, make)
+    for by_meaning in (False, True) if "files" not in dataset.raw else ():
+        for folder in () if found and by_meaning else place.folders(by_meaning):
+            if other := find(dataset, folder, split, pair):
+                if found:
+                    raise _both_match(*(next(iter(x.files.values())) for x in (found, other)))
+                found = other
+    return found
+
+
+def _directly(
+    dataset: Dataset, place: "_Place", split: str, pair: str, make: Callable
+) -> Section | None:
+    """As `find`, without the pair's own folders; ``make`` makes the section."""
+    source, languages = place.source, place.languages
     names = {each: publisher_names(dataset, each, pair, languages[0]) for each in SPLITS}
     if not (undivided := len({*names.values()}) == 1):
         _check_other("raw.files" if "files" in dataset.raw else "raw.splits", names, split, dataset)
-    place = _Place(source, languages, codes, dataset.languages)
     of_orders = [
         {lang: _published(dataset, source, split, order, lang) for lang in languages}
         for order in both_orders(pair)
@@ -113,8 +129,7 @@ def find(dataset: Dataset, source: Path, split: str, pair: str) -> Section | Non
         candidates = [published if undivided else {}, *place.unsplit(by_meaning)]
         if found := _only_one(candidates[:1]) or _only_one(candidates):
             return make({x: found[x] for x in languages}, **_part(dataset, found, split))
-    folder = place.folder() if "files" not in dataset.raw else None
-    return find(dataset, folder, split, pair) if folder else None
+    return None
 
 
 def _check_other(setting: str, names: Mapping[str, Any], split: str, dataset: Dataset) -> None:
@@ -133,20 +148,12 @@ class _Place:
     codes: Mapping[str, str]
     all_languages: tuple[str, ...]
 
-    def folder(self) -> Path | None:
-        """The pair's own folder, such as ``en-ha``, perhaps within another; raises UsageError for several."""
+    def folders(self, by_meaning: bool) -> Iterator[Path]:
+        """The pair's own folders, such as ``en-ha``, perhaps within another."""
         below = (replace(self, source=path) for path in sorted(self.source.glob("[!.]*/")))
-        found = self._named_folders() or [x for place in below for x in place._named_folders()]
-        if len(found) > 1:
-            raise _both_match(*found)
-        return found[0] if found else None
-
-    def _named_folders(self) -> list[Path]:
-        for by_meaning in (False, True):
-            names = (self.source / name for name in self.pairs("", by_meaning))
-            if found := [*filter(Path.is_dir, names)]:
-                return found
-        return []
+        for place in (self, *below):
+            names = (place.source / name for name in place.pairs("", by_meaning))
+            yield from filter(Path.is_dir, names)
 
     def of_split(self, split: str, by_meaning: bool) -> list[ByLanguage]:
         """Candidates for the text of a split, by the names that it may have."""
@@ -353,8 +360,10 @@ def missing(dataset: Dataset, source: Path, split: str, pair: str) -> str:
         expected = f"{' and '.join(dict.fromkeys(names))} by `raw.files`"
     else:
         place = _Place(source, languages, dataset.raw.get("codes", {}), dataset.languages)
-        if folder := place.folder():
-            return missing(dataset, folder, split, pair)
+        if folders := [*place.folders(False)] or [*place.folders(True)]:
+            if len(folders) > 1:
+                raise _both_match(*folders)
+            return missing(dataset, folders[0], split, pair)
         expected = f"{split}.{pair}.tsv, or {split}.{first} and {split}.{second}"
         for begin in (f"{split}.{pair}.", f"{split}."):
             files = place.by_language(begin)

@@ -119,7 +119,7 @@ def plain(text: str) -> str:
 
 def _without_mark(word: str) -> str:
     """Remove the mark in ``Pla_ce``, but not in ``%AVERAGE_VALUE`` or ``com_sun_star``."""
-    is_name = word.count("_") != 1 or "%" in word or word.isupper() or word.endswith("_")
+    is_name = word.count("_") != 1 or "%" in word or word.isupper() or not re.search(r"_\w", word)
     return word if is_name else word.replace("_", "")
 
 

@@ -111,7 +111,9 @@ def _changed(dataset: Dataset, flags: Sequence[str]) -> str | None:
     if before.get("model", now["model"]) != now["model"]:
         return "content of `pretrained`"
     for place, texts in now["content"].items():
-        known = before["content"].get(place, {})
+        known = before["content"].get(place)
+        if known is None:
+            return "text, without --raw"
         if any(known.get(name) != digest for name, digest in texts.items()):
             return f"text in {place}"
     return None

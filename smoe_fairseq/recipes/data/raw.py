@@ -207,7 +207,9 @@ def _copy(folder: Path, clean: Mapping[str, Any], codes: Mapping[str, str], unit
         if "overlap" in counts:  # the other splits were taken from it
             advice = f"; {give_alone(pair)}"
         elif section.hash_range:
-            hashed = "equal sources are in one split, and text that it has divided has no others"
+            hashed = (
+                "chance divides different sources: expected more of them, or a larger `parallel`"
+            )
             advice = f"; with `raw: {{split: hash}}`, {hashed}"
         kept = f"{' and '.join(files) or 'the source'}: no line is kept ({found})"
         raise UsageError(f"{kept}: {pair} needs one to {split}{advice}")
