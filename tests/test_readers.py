@@ -19,6 +19,7 @@ import sentencepiece
 import yaml
 from commands import refused, step_here, succeeded
 from fairseq.data.indexed_dataset import MMapIndexedDataset
+from sampling import soak
 from test_recipes import write_dataset, write_text
 
 from smoe_fairseq.errors import UsageError
@@ -915,7 +916,10 @@ def test_tests_in_the_training_text_of_other_pairs(tmp_path):
     assert found["drop-all"]["overlap"] == found["drop"].get("overlap", 0) + 1
 
 
-@pytest.mark.parametrize("settings", [{"one-way": True}, {"task": {"decoder-langtok": True}}])
+BOTH_TOKENS = {"task": {"decoder-langtok": True}}
+
+
+@pytest.mark.parametrize("settings", [{"one-way": True}, soak(BOTH_TOKENS)])
 def test_pairs_are_too_long_if_a_direction_skips_them(tmp_path, settings):
     """By default the source has the token of a language, and the target none."""
     raw = write_text(tmp_path / "text", "en-fr", train=100, valid=20, test=12)

@@ -143,7 +143,7 @@ class FbgemmLinear(Int8Linear):
         outputs, self.inputs = weight_OI.shape
         self.packed = torch.fbgemm_pack_quantized_matrix(weight_OI)
         self.sum_O = weight_OI.sum(1, dtype=torch.int32)
-        self.zeros_O = torch.zeros(outputs)
+        self.zeros_O = torch.zeros(outputs, dtype=torch.float32)
         self.shape_OI = weight_OI.new_zeros(1).expand(
             weight_OI.shape
         )  # the product reads its shape
