@@ -393,6 +393,8 @@ def test_a_limit_goes_before_a_minimum_and_a_prefix_before_repetitions(model):
     translated = model.translations(texts, **short, **direction)
     lengths = [len(each.hypotheses[0].tokens) for each in translated]
     assert lengths[0] < 6 <= lengths[1]
+    with pytest.raises(UsageError, match="--min-len 5000"):
+        model.translations(texts, min_len=5000, max_len_b=6000, **direction)
     once = {"prefix": "1 1", "no_repeat_ngram_size": 1}
     (repeated,) = model.translations(["1 2 3"], **once, **direction)
     assert repeated.hypotheses[0].text.startswith("1 1")

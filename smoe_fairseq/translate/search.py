@@ -157,8 +157,10 @@ class BeamSearch:
         """(B,): the maximum length of a translation, without the end of sentence."""
         length_B = source_BS.ne(self.dictionary.pad()).sum(1)
         limit_B = self.options.max_len_a * length_B.double() + float(self.options.max_len_b)
-        most = min(model.max_decoder_positions() for model in models)
-        return limit_B.clamp(max=most - 1).long()
+        most = min(model.max_decoder_positions() for model in models) - 1
+        if self.options.min_len > most:
+            raise UsageError(f"--min-len {self.options.min_len}: above the model's limit, {most}")
+        return limit_B.clamp(max=most).long()
 
 
 def indices_without(removed: set[int], number: int) -> list[int]:
