@@ -166,11 +166,11 @@ def shard_of(data) -> dict:
 
 def continue_shard(task, extra_state: Mapping) -> None:
     """Let the task load a checkpoint's shard, or the next one if that follows the end of an epoch."""
-    shard, position = extra_state.get(SHARD), extra_state.get("train_iterator") or {}
-    if shard and not position.get("iterations_in_epoch"):
-        follows = shard["follows"]
-        shard = {"number": shard["number"] + follows, "follows": False, "stays": not follows}
-    vars(task)[SHARD] = shard
+    if shard := extra_state.get(SHARD):
+        number, follows, stays = int(shard["number"]), bool(shard["follows"]), False
+        if not extra_state["train_iterator"]["iterations_in_epoch"]:
+            number, follows, stays = number + follows, False, not follows
+        vars(task)[SHARD] = {"number": number, "follows": follows, "stays": stays}
 
 
 @replaces(
@@ -180,15 +180,15 @@ def load_shard(original, task, split, epoch=1, **options):
     """Keeps what is loaded, for ``--train-subset valid``: fairseq fails unless the data has shards."""
     if split in task.datasets and not task.has_sharded_data(split):
         return
-    is_training = split == getattr(task.args, "train_subset", None)
-    shard = vars(task).pop(SHARD, None) if is_training else None
+    reads_parts = task.args.virtual_epoch_size and split == getattr(task.args, "train_subset", None)
+    shard = vars(task).pop(SHARD, None) if reads_parts else None
     if shard:
         task.data_manager.estimate_global_pass_epoch = lambda epoch: shard["number"]
     original(task, split, epoch=epoch, **options)
     if shard:
         data = task.dataset(split)
         begins = (epoch - 1) % data.num_virtual_epochs == 0
-        if shard["follows"] or (shard.get("stays") and begins):
+        if shard["follows"] or (shard["stays"] and begins):
             data.load_next_shard, data.shard_epoch = True, shard["number"] + 1
 
 

@@ -283,7 +283,8 @@ class SMoETrainer(Trainer):
             if not (reset_optimizer or reset_lr_scheduler):
                 program.end_epoch(self, extra_state)
             if not (reset_meters or self.cfg.checkpoint.reset_dataloader):
-                program.continue_shard(self.task, extra_state)
+                with naming_file(filename, f"its state, which {RESETS} leave out,"):
+                    program.continue_shard(self.task, extra_state)
         # fairseq checks these limits only after an update and a validation, so it would train further.
         optimization = self.cfg.optimization
         for flag, limit, count in (
