@@ -296,7 +296,6 @@ def shards(data, tmp_path_factory):
 EPOCHS = "--virtual-epoch-size", 150
 PARTS = {
     "sampled": [*EPOCHS, "--subword-sampling", 0.2],
-    "shards": [],
     "shards-in-parts": EPOCHS,
     "shards-in-parts-of-a-known-size": [*EPOCHS, "--virtual-data-size", 450],
 }
@@ -305,7 +304,7 @@ PARTS = {
 @pytest.mark.soak
 @pytest.mark.parametrize("name", PARTS)
 def test_parts_of_the_data_continue(data, shards, tmp_path, name):
-    """Within and after epochs that read parts of the data, and within the first that reads other text."""
+    """Within and after epochs that read parts of the data."""
     words = [*TASKS["multilingual"], *SIZES, "--batch-size", 40, *PARTS[name], "--save-dir"]
     text = shards if name.startswith("shards") else data
 
@@ -314,15 +313,15 @@ def test_parts_of_the_data_continue(data, shards, tmp_path, name):
         run("fairseq-train", text, "--user-dir", PLUGIN, *words, folder, *limit)
         return load(folder / "checkpoint_last.pt")
 
-    whole = trained("whole", "--max-epoch", 9)
+    whole = trained("whole", "--max-epoch", 7)
     updates = whole["optimizer_history"][-1]["num_updates"]
     stops = [("--max-epoch", epoch) for epoch in (3, 6)]
-    stops += [("--max-update", updates * part // 16) for part in (7, 9, 15)]
+    stops += [("--max-update", updates * part // 16) for part in (7, 11)]
     others = []
     for stop in stops:
         folder = "-".join(map(str, stop))
         trained(folder, *stop)
-        if not equal(whole["model"], trained(folder, "--max-epoch", 9)["model"]):
+        if not equal(whole["model"], trained(folder, "--max-epoch", 7)["model"]):
             others.append(stop)
     assert not others
 
