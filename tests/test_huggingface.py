@@ -297,7 +297,7 @@ def test_a_short_limit_is_that_of_smoe_translate(recorded, tmp_path):
     limit = lambda state: state["cfg"]["model"].update(max_target_positions=9)  # noqa: E731
     changed(recorded / "strata-4-4.pt", path, limit)
     ours, model, tokenizer = both(path, export(path, tmp_path / "model"))
-    (found,) = ours.translations(TRANSLATED[0], min_len=99, max_len_b=99)
+    (found,) = ours.translations(TRANSLATED[0], min_len=8, max_len_b=99)
     ids = tokenizer(TRANSLATED[0], return_tensors="pt")
     tokens = model.generate(**ids, min_new_tokens=8)[0, 1:]  # without the first, which is given
     assert len(tokens) == len(found.hypotheses[0].tokens) == 9
